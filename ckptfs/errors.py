@@ -54,9 +54,10 @@ class CorruptError(CkptError):
 
 
 class StorageError(CkptError):
-    """The store failed: no space, no permission, no connection."""
+    """The store failed: no space, no permission, no connection. `transient`: trying again may help."""
 
     errno = _errno.EIO
+    transient: bool = False
 
 
 class SaveError(CkptError):

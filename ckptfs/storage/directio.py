@@ -1,0 +1,453 @@
+"""Byte ranges of files, past the page cache: aligned buffers, a writer, a reader.
+
+Rules: O_DIRECT moves whole blocks between aligned memory and aligned offsets; everything else (edges, small pieces,
+file systems that refuse) goes through the page cache, with the same result. Blocks that one call writes directly are
+never touched by another writer's buffered edge, as long as writers write disjoint ranges: an edge block is buffered for
+both neighbours. Writers and readers are used by many threads at once. Errors name the path and the offset.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+from functools import cache
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from ckptfs.errors import StorageError
+from ckptfs.storage.base import os_error, truncated
+from ckptfs.storage.fileops import REAL_OPS, FileOps
+
+ALIGN_BYTES = 4096  # satisfies every disk in use; many accept 512
+BUFFER_BYTES = 8 << 20
+DIRECT_MIN_BYTES = 256 << 10  # below this a buffered call costs less than a trip to the disk
+
+_REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_log = logging.getLogger("ckptfs.storage")
+_refusing: set[int] = set()  # devices whose file system refused O_DIRECT; each is logged once
+_CACHESTAT = 451  # system call number, the same on all architectures; Linux 6.5
+
+
+def address_of(view: memoryview) -> int:
+    """Where in memory a buffer starts."""
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+
+
+class Buffer:
+    """Page-aligned reusable memory. `at(offset, nbytes)` is the part that suits direct I/O at that file offset."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.view = memoryview(self._memory)
+
+    def at(self, offset: int, nbytes: int) -> memoryview:
+        start = offset % ALIGN_BYTES
+        if start + nbytes > len(self.view):
+            raise StorageError(f"a buffer of {len(self.view)} bytes can't hold {nbytes} bytes for offset {offset}")
+        return self.view[start : start + nbytes]
+
+    def close(self) -> None:
+        self.view.release()
+        try:
+            self._memory.close()
+        except BufferError:
+            pass  # somebody still holds a part; the memory goes when that does
+
+
+class BufferPool:
+    """At most `budget_bytes` of buffers, made when first needed and reused, because first touch of memory is slow.
+
+    A buffer holds `buffer_bytes` at any file offset: it has a page of slack for the alignment.
+    """
+
+    def __init__(self, budget_bytes: int, buffer_bytes: int = BUFFER_BYTES) -> None:
+        if buffer_bytes <= 0:
+            raise StorageError(f"a buffer of {buffer_bytes} bytes can't be made; give buffer_bytes > 0")
+        self.buffer_bytes = buffer_bytes
+        self._mapped_bytes = -(-buffer_bytes // ALIGN_BYTES) * ALIGN_BYTES + ALIGN_BYTES
+        self.capacity = budget_bytes // self._mapped_bytes
+        if self.capacity < 1:
+            raise StorageError(
+                f"a memory budget of {budget_bytes} bytes has no room for one buffer of {self._mapped_bytes}; "
+                "raise the budget or use smaller buffers"
+            )
+        self._free: list[Buffer] = []
+        self._made = 0
+        self._in_use = 0
+        self._peak = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that was out at once."""
+        return self._peak * self._mapped_bytes
+
+    @property
+    def made_bytes(self) -> int:
+        """The memory this pool has mapped so far."""
+        return self._made * self._mapped_bytes
+
+    def acquire(self, timeout_s: float | None = None) -> Buffer:
+        """A buffer, as soon as one is free; StorageError after `timeout_s`."""
+        with self._changed:
+            ready = self._changed.wait_for(self._available, timeout_s)
+            if self._closed:
+                raise StorageError("the buffer pool is closed")
+            if not ready:
+                raise StorageError(
+                    f"all {self.capacity} buffers stayed in use for {timeout_s} s: the store is stuck, or too slow"
+                )
+            if not self._free:
+                self._free.append(Buffer(self._mapped_bytes))
+                self._made += 1
+            self._in_use += 1
+            self._peak = max(self._peak, self._in_use)
+            return self._free.pop()  # the last one used: its memory is the warmest
+
+    def _available(self) -> bool:
+        return self._closed or bool(self._free) or self._made < self.capacity
+
+    def release(self, buffer: Buffer) -> None:
+        with self._changed:
+            self._in_use -= 1
+            if self._closed:
+                buffer.close()
+            else:
+                self._free.append(buffer)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Give the memory back; buffers that are out go when they are released. Waiting `acquire`s fail."""
+        with self._changed:
+            self._closed = True
+            for buffer in self._free:
+                buffer.close()
+            self._free.clear()
+            self._changed.notify_all()
+
+
+# -- the direct descriptor ---------------------------------------------------------------------------------------------
+
+
+class _DirectFd:
+    """A second, O_DIRECT descriptor of an open file, opened at first need; None once the file system refused."""
+
+    def __init__(self, path: str, flags: int, device: int, ops: FileOps) -> None:
+        self._path = path
+        self._flags = flags
+        self._device = device
+        self._ops = ops
+        self._fd: int | None = None
+        self._lock = threading.Lock()
+
+    def get(self) -> int | None:
+        if self._fd is not None or self._device in _refusing:
+            return self._fd
+        with self._lock:
+            if self._fd is None:
+                try:
+                    self._fd = self._ops.open(self._path, self._flags | os.O_DIRECT)
+                except OSError as error:
+                    if error.errno not in _REFUSALS:
+                        raise
+                    self.refuse(error)
+            return self._fd
+
+    def refuse(self, error: OSError) -> None:
+        """From now on everything on this file system is buffered; the descriptor stays open until `close`."""
+        if self._device not in _refusing:
+            _refusing.add(self._device)
+            _log.warning(
+                "%s: this file system refuses direct I/O (%s); using the page cache, which is slower",
+                self._path,
+                os.strerror(error.errno or 0),
+            )
+
+    @property
+    def usable(self) -> bool:
+        return self._device not in _refusing
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            self._ops.close(fd)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class DirectWriter:
+    """An open file that any number of processes and threads write disjoint byte ranges of.
+
+    Never truncates. `write` is fastest from memory whose address equals the offset modulo 4096 (`Buffer.at`), and
+    correct from any. Nothing is durable before `sync`.
+    """
+
+    def __init__(self, path: str, *, ops: FileOps = REAL_OPS) -> None:
+        self.path = path
+        self._ops = ops
+        try:
+            self._fd: int | None = ops.open(path, os.O_WRONLY | os.O_CREAT)
+        except OSError as error:
+            raise os_error("writing", path, error) from error
+        self._direct = _DirectFd(path, os.O_WRONLY, os.fstat(self._fd).st_dev, ops)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _open_fd(self) -> int:
+        if self._fd is None:
+            raise StorageError(f"writing {self.path}: the writer is closed")
+        return self._fd
+
+    def reserve(self, start: int, stop: int) -> None:
+        """Have the file system set space aside for [start, stop), so that a full disk is an error now."""
+        if stop <= start:
+            return
+        fd = self._open_fd()
+        try:
+            self._ops.fallocate(fd, start, stop - start)
+        except OSError as error:
+            if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP):
+                self._check_free(fd, stop - start)
+                return
+            free = f" (reserving {stop - start} bytes, {_free_bytes(fd)} are free)"
+            raise os_error("writing", self.path, error, free) from error
+
+    def _check_free(self, fd: int, nbytes: int) -> None:
+        free = _free_bytes(fd)
+        if nbytes > free:
+            raise os_error(
+                "writing",
+                self.path,
+                OSError(errno.ENOSPC, "no space"),
+                f" ({nbytes} bytes needed, {free} are free)",
+            )
+
+    def write(self, offset: int, buffer: bytes | bytearray | memoryview) -> None:
+        """All of `buffer` at `offset`: blocks directly where that is possible and pays, the rest buffered."""
+        view = memoryview(buffer).cast("B")
+        fd = self._open_fd()
+        # Memory that does not fit the offset can never be written directly: everything is the head.
+        fits = len(view) >= DIRECT_MIN_BYTES and (address_of(view) - offset) % ALIGN_BYTES == 0
+        done = 0
+        while done < len(view):
+            at, left = offset + done, len(view) - done
+            head = min(-at % ALIGN_BYTES, left) if fits else left
+            middle = 0 if head else left - left % ALIGN_BYTES
+            if middle and (written := self._write_direct(view[done : done + middle], at)) is not None:
+                done += written
+                continue
+            if not head:  # the unaligned tail, or all of it when the file system refuses
+                head = left
+            done += self._write_some(fd, view[done : done + head], at)
+
+    def _write_direct(self, view: memoryview, at: int) -> int | None:
+        """Bytes written; None when the file system refuses, which it may say at the first write only (NFS)."""
+        try:
+            fd = self._direct.get()
+            if fd is None or not self._direct.usable:
+                return None
+            written = self._ops.pwrite(fd, view, at)
+        except OSError as error:
+            if error.errno in _REFUSALS:
+                self._direct.refuse(error)
+                return None
+            raise self._write_error(error, at, len(view)) from error
+        return self._checked(written, at, len(view))
+
+    def _write_some(self, fd: int, view: memoryview, at: int) -> int:
+        try:
+            written = self._ops.pwrite(fd, view, at)
+        except OSError as error:
+            raise self._write_error(error, at, len(view)) from error
+        return self._checked(written, at, len(view))
+
+    def _checked(self, written: int, at: int, wanted: int) -> int:
+        if written <= 0:
+            raise StorageError(f"writing {self.path} ({wanted} bytes at offset {at}): the file system wrote none")
+        return written
+
+    def _write_error(self, error: OSError, at: int, wanted: int) -> Exception:
+        return os_error("writing", self.path, error, f" ({wanted} bytes at offset {at})")
+
+    def sync(self) -> None:
+        """What was written, by anyone on this machine, is durable."""
+        try:
+            self._ops.fsync(self._open_fd())
+        except OSError as error:
+            raise os_error("syncing", self.path, error) from error
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is None:
+            return
+        try:
+            try:
+                self._direct.close()
+            finally:
+                self._ops.close(fd)
+        except OSError as error:
+            raise os_error("closing", self.path, error) from error
+
+
+def _free_bytes(fd: int) -> int:
+    found = os.fstatvfs(fd)
+    return found.f_bavail * found.f_frsize
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+class DirectReader:
+    """An open file to read byte ranges of: from the page cache what is in it, the rest past it.
+
+    The memory may lie anywhere; blocks that don't fit its alignment pass through `scratch` (a pool to share among
+    readers), which costs a copy. Without scratch such reads are buffered.
+    """
+
+    def __init__(self, path: str, *, scratch: BufferPool | None = None, ops: FileOps = REAL_OPS) -> None:
+        self.path = path
+        self._ops = ops
+        self._scratch = scratch
+        try:
+            self._fd: int | None = ops.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise os_error("reading", path, error) from error
+        found = os.fstat(self._fd)
+        self.size: int = found.st_size
+        self._direct = _DirectFd(path, os.O_RDONLY, found.st_dev, ops)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _open_fd(self) -> int:
+        if self._fd is None:
+            raise StorageError(f"reading {self.path}: the reader is closed")
+        return self._fd
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `offset` on; CorruptError if the file ends before that."""
+        view = memoryview(into).cast("B")
+        fd = self._open_fd()
+        if offset + len(view) > self.size:
+            raise truncated(self.path, offset, len(view), max(0, self.size - offset))
+        if len(view) < DIRECT_MIN_BYTES or is_cached(fd, offset, len(view)):
+            self._read_buffered(fd, offset, view)
+        elif (address_of(view) - offset) % ALIGN_BYTES == 0:
+            self._read_in_place(fd, offset, view)
+        elif self._scratch is not None:
+            self._read_through_scratch(fd, offset, view, self._scratch)
+        else:
+            self._read_buffered(fd, offset, view)
+
+    def _read_in_place(self, fd: int, offset: int, view: memoryview) -> None:
+        head = -offset % ALIGN_BYTES
+        middle = (len(view) - head) // ALIGN_BYTES * ALIGN_BYTES
+        self._read_buffered(fd, offset, view[:head])
+        done = head + self._read_direct(offset + head, view[head : head + middle])
+        self._read_buffered(fd, offset + done, view[done:])
+
+    def _read_through_scratch(self, fd: int, offset: int, view: memoryview, scratch: BufferPool) -> None:
+        buffer = scratch.acquire()
+        try:
+            done = 0
+            while done < len(view):
+                at = offset + done
+                skip = at % ALIGN_BYTES
+                room = scratch.buffer_bytes // ALIGN_BYTES * ALIGN_BYTES
+                wanted = min(room, -(-(skip + len(view) - done) // ALIGN_BYTES) * ALIGN_BYTES)
+                got = self._read_direct(at - skip, buffer.view[:wanted])
+                if got <= skip:
+                    break
+                count = min(got - skip, len(view) - done)
+                # numpy's copy, because a slice assignment of memoryviews keeps the interpreter locked
+                np.copyto(
+                    np.frombuffer(view[done : done + count], np.uint8),
+                    np.frombuffer(buffer.view[skip : skip + count], np.uint8),
+                )
+                done += count
+        finally:
+            scratch.release(buffer)
+        self._read_buffered(fd, offset + done, view[done:])
+
+    def _read_direct(self, at: int, view: memoryview) -> int:
+        """Bytes read; fewer than wanted at the end of the file or when the file system refuses."""
+        done = 0
+        while done < len(view):
+            try:
+                fd = self._direct.get()
+                if fd is None or not self._direct.usable:
+                    break
+                got = self._ops.preadv(fd, view[done:], at + done)
+            except OSError as error:
+                if error.errno in _REFUSALS:
+                    self._direct.refuse(error)
+                    break
+                raise self._read_error(error, at + done, len(view) - done) from error
+            done += got
+            if got == 0 or got % ALIGN_BYTES:
+                break
+        return done
+
+    def _read_buffered(self, fd: int, offset: int, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            try:
+                got = self._ops.preadv(fd, view[done:], offset + done)
+            except OSError as error:
+                raise self._read_error(error, offset + done, len(view) - done) from error
+            if got == 0:
+                raise truncated(self.path, offset, len(view), done)
+            done += got
+
+    def _read_error(self, error: OSError, at: int, wanted: int) -> Exception:
+        return os_error("reading", self.path, error, f" ({wanted} bytes at offset {at})")
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            self._direct.close()
+            self._ops.close(fd)
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_uint64), ("nbytes", ctypes.c_uint64))
+
+
+class _CacheStat(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently"))
+
+
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def is_cached(fd: int, offset: int, nbytes: int) -> bool:
+    """Whether at least half of a byte range is in the page cache; True where the kernel can't tell (before 6.5).
+
+    cachestat(2), not a read with RWF_NOWAIT: that one starts readahead, so the disk would read cold bytes twice.
+    """
+    stat = _CacheStat()
+    wanted = _Range(offset, nbytes)
+    if _libc().syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(stat), 0) != 0:
+        return True
+    pages = (offset + nbytes - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
+    return int(stat.cached) * 2 >= pages

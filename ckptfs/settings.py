@@ -1,0 +1,25 @@
+"""The numbers one may turn, in one frozen object. Sizes and times carry their unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Defaults are what measured best on ordinary disks; see docs/adr for the figures."""
+
+    chunk_bytes: int = 8 * MIB  # Zarr inner chunk, what stock readers fetch at once
+    block_bytes: int = 64 * MIB  # object size where a block is an object of its own
+    extent_bytes: int = MIB  # what one checksum covers; grows with the checkpoint, see saveplan
+    io_bytes: int = 8 * MIB  # one request to the disk
+    buffer_bytes: int = 256 * MIB  # host memory that a save may use for copies, per rank
+    async_buffer_bytes: int = 1024 * MIB  # the same for asynchronous saves
+    read_buffer_bytes: int = 128 * MIB  # scratch for reads that do not land in place
+    write_threads: int = 4
+    read_threads: int = 4
+    small_file_bytes: int = 256 * 1024  # below: no reservation, no direct I/O, written in one call
+    enter_timeout_s: float = 600.0  # how long the leader waits for a rank to enter a save
+    progress_timeout_s: float = 120.0  # how long a rank may stand still before a save is given up

@@ -60,6 +60,12 @@ class StorageError(CkptError):
     transient: bool = False
 
 
+class StaleError(CkptError):
+    """Something that was there when it was listed or opened and has been deleted or replaced since."""
+
+    errno = _errno.ESTALE
+
+
 class SaveError(CkptError):
     """A save that did not commit; `by_rank` says what each failing rank reported."""
 
@@ -84,7 +90,16 @@ class SaveError(CkptError):
 
 _KINDS = {
     kind.__name__: kind
-    for kind in (CkptError, NotFoundError, ExistsError, MismatchError, FormatError, CorruptError, StorageError)
+    for kind in (
+        CkptError,
+        NotFoundError,
+        ExistsError,
+        MismatchError,
+        FormatError,
+        CorruptError,
+        StorageError,
+        StaleError,
+    )
 }
 
 

@@ -27,10 +27,24 @@ ROWS = [
     "box dtypes settings trace errors",
 ]
 PURE = set(" ".join(ROWS[8:]).split())
-NOT_PURE = set(
-    "os io shutil tempfile mmap threading concurrent multiprocessing subprocess socket asyncio http urllib.request "
-    "zarr fsspec aiohttp".split()
-)
+NOT_PURE = {
+    "os",
+    "io",
+    "shutil",
+    "tempfile",
+    "mmap",
+    "threading",
+    "concurrent",
+    "multiprocessing",
+    "subprocess",
+    "socket",
+    "asyncio",
+    "http",
+    "urllib.request",
+    "zarr",
+    "fsspec",
+    "aiohttp",
+}
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names.split()}
 FILES = sorted([*(ROOT / "ckptfs").rglob("*.py"), *(ROOT / "fuse" / "ckptfs_fuse").rglob("*.py")])
 

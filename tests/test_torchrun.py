@@ -1,6 +1,7 @@
 """The `torchrun` fixture itself: other tests rely on it to notice failures and to leave nothing behind."""
 
 import pytest
+
 from conftest import _pids_with
 
 SUM_OF_RANKS = """

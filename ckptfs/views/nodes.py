@@ -57,6 +57,17 @@ class Reader:
     def read_into(self, offset: int, view: memoryview) -> int:
         return self.file.read_into(offset, view)
 
+    def span(self, offset: int, length: int) -> tuple[int, int] | None:
+        """(fd, offset in it) when the whole range lies in one local file that the reader holds open, checked if need be.
+
+        It lets the kernel copy the bytes by itself. None means: use `read_into`.
+        """
+        del offset, length
+        return None
+
+    def prefetch(self, offset: int, length: int) -> None:
+        """A hint that this range will be read soon; returns at once."""
+
     def close(self) -> None:
         """End the lease; calling it again does nothing."""
 
@@ -94,7 +105,8 @@ class Dir(Node):
     """A directory: a mapping of names to nodes, or a function that makes one.
 
     `immutable` says that neither the names nor what they stand for ever change, so every answer may be kept for ever.
-    Otherwise `children` is called each time and answers may be kept for `refresh_s`.
+    Otherwise `children` is called each time and answers may be kept for `refresh_s`. An immutable directory that was
+    deleted and made again under the same name has another `version`. `blocking`: looking into it may be slow.
     """
 
     def __init__(
@@ -103,12 +115,16 @@ class Dir(Node):
         *,
         immutable: bool = True,
         refresh_s: float = 1.0,
+        version: str = "",
+        blocking: bool = False,
         mtime_ns: int = 0,
         xattrs: Mapping[str, bytes] = _NO_XATTRS,
     ) -> None:
         self._children = children
         self._lock = threading.Lock()
         self.immutable = immutable
+        self.version = version
+        self.blocking = blocking
         self.refresh_s = refresh_s
         self.mtime_ns = mtime_ns
         self.xattrs = xattrs
@@ -187,6 +203,13 @@ def _pread_full(fd: int, path: str, offset: int, view: memoryview) -> None:
                 f"{path} ends at byte {offset + done}, {offset + len(view)} were promised: it was truncated"
             )
         done += count
+
+
+def _will_need(fd: int, offset: int, length: int) -> None:
+    try:
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
+    except OSError:
+        pass  # a hint only: not every file system takes it
 
 
 class _SharedFds:
@@ -270,6 +293,15 @@ class _BackingReader(Reader):
             raise StorageError(f"{self._path}: read after close")
         _pread_full(self.backing_fd, self._path, offset, view[:count])
         return count
+
+    def span(self, offset: int, length: int) -> tuple[int, int] | None:
+        if self.backing_fd is None or offset + length > self.file.size:
+            return None
+        return self.backing_fd, offset
+
+    def prefetch(self, offset: int, length: int) -> None:
+        if self.backing_fd is not None:
+            _will_need(self.backing_fd, offset, length)
 
     def close(self) -> None:
         fd, self.backing_fd = self.backing_fd, None
@@ -377,6 +409,33 @@ class _SegmentsReader(Reader):
         else:
             _pread_full(fd, path, offset, view)
 
+    def span(self, offset: int, length: int) -> tuple[int, int] | None:
+        found = self._segments.segment_at(offset)
+        if found is None:
+            return None
+        segment, within = found
+        if not isinstance(segment, Range) or within + length > segment.length:
+            return None
+        fd = self._fds.get(segment.path)
+        if fd is None:
+            return None
+        if segment.check is not None:
+            segment.check(within, length)
+        return fd, segment.offset + within
+
+    def prefetch(self, offset: int, length: int) -> None:
+        end = min(offset + length, self._segments.size)
+        while offset < end:
+            found = self._segments.segment_at(offset)
+            if found is None:
+                return
+            segment, within = found
+            part = min(end - offset, _length(segment) - within)
+            fd = self._fds.get(segment.path) if isinstance(segment, Range) else None
+            if fd is not None and isinstance(segment, Range):
+                _will_need(fd, segment.offset + within, part)
+            offset += part
+
     def close(self) -> None:
         fds, self._fds = self._fds, {}
         for fd in fds.values():
@@ -413,6 +472,13 @@ class SegmentsFile(File):
 
     def read_into(self, offset: int, view: memoryview) -> int:
         return self.read_through(offset, view, _shared_fds.read)
+
+    def segment_at(self, offset: int) -> tuple[Segment, int] | None:
+        """The segment that holds the byte at `offset`, and that byte's place in it; None past the end."""
+        if not 0 <= offset < self.size:
+            return None
+        index = bisect.bisect_right(self._starts, offset) - 1
+        return self._segments[index], offset - self._starts[index]
 
     def read_through(self, offset: int, view: memoryview, read_range: Callable[[str, int, memoryview], None]) -> int:
         """Read with the caller's way of reading local files."""

@@ -59,10 +59,21 @@ def pytest_runtest_setup(item):
 
 @dataclass(frozen=True)
 class JobResult:
-    """A finished torchrun job: its exit status, and what all ranks printed, stdout and stderr together."""
+    """A finished torchrun job: its exit status, and what each rank printed (stdout, then stderr)."""
 
     returncode: int
-    output: str
+    by_rank: list[str]
+    launcher: str
+
+    @property
+    def output(self) -> str:
+        """What all ranks printed, one after the other, then the launcher."""
+        return "\n".join([*self.by_rank, self.launcher])
+
+    def tail(self, line_count: int = 40) -> str:
+        """The end of every rank's output and of the launcher's, for the message of a failed test."""
+        named = [(f"rank {rank}", text) for rank, text in enumerate(self.by_rank)] + [("launcher", self.launcher)]
+        return "\n".join(f"--- {name}\n" + "\n".join(text.splitlines()[-line_count:]) for name, text in named if text)
 
 
 @pytest.fixture
@@ -77,7 +88,9 @@ def torchrun(tmp_path):
     def run(nproc, script, *args, timeout_s=100.0, env=None, check=True):
         path = script if isinstance(script, Path) else _write_script(tmp_path, script)
         token = uuid.uuid4().hex
-        log = tmp_path / f"torchrun-{token[:8]}.log"
+        logs = tmp_path / f"torchrun-{token[:8]}"
+        logs.mkdir()
+        launcher_log = logs / "launcher.log"
         job_env = os.environ | {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -89,8 +102,9 @@ def torchrun(tmp_path):
             "CKPTFS_TEST_JOB": token,
         }
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        command += [f"--log-dir={logs}", "--redirects=3"]  # a file for each rank: lines of two ranks never mix
         command += [f"--nproc-per-node={nproc}", str(path), *map(str, args)]
-        with log.open("wb") as out:
+        with launcher_log.open("wb") as out:
             job = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -111,13 +125,12 @@ def torchrun(tmp_path):
             finally:
                 _signal_job(token, signal.SIGKILL)
                 job.wait()
-        result = JobResult(job.returncode, log.read_text(errors="replace"))
+        by_rank = [_read_logs(logs, rank) for rank in range(nproc)]
+        result = JobResult(job.returncode, by_rank, launcher_log.read_text(errors="replace"))
         if late:
-            pytest.fail(
-                f"{nproc} ranks of {path.name} took more than {timeout_s} s\n{_tail(result.output)}", pytrace=False
-            )
+            pytest.fail(f"{path.name}: {nproc} ranks took more than {timeout_s} s\n{result.tail()}", pytrace=False)
         if check and result.returncode != 0:
-            pytest.fail(f"{path.name} ended with {result.returncode}\n{_tail(result.output)}", pytrace=False)
+            pytest.fail(f"{path.name} ended with {result.returncode}\n{result.tail()}", pytrace=False)
         return result
 
     return run
@@ -129,8 +142,12 @@ def _write_script(folder, text):
     return path
 
 
-def _tail(output, line_count=80):
-    return "\n".join(output.splitlines()[-line_count:])
+def _read_logs(folder, rank):
+    return "".join(
+        path.read_text(errors="replace")
+        for stream in ("stdout", "stderr")
+        for path in sorted(folder.glob(f"*/attempt_*/{rank}/{stream}.log"))
+    )
 
 
 def _signal_job(token, number, but=None):

@@ -27,7 +27,7 @@ if os.environ["RANK"] == "1":
 def test_ranks_talk_to_each_other(torchrun):
     result = torchrun(2, SUM_OF_RANKS, "argument")
     assert result.returncode == 0
-    assert result.output.count("total 1.0 argument") == 2
+    assert result.by_rank == ["total 1.0 argument\n"] * 2
 
 
 def test_a_failing_rank_fails_the_test(torchrun):

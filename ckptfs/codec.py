@@ -48,7 +48,7 @@ class Codec:
         if name == "zstd":
             return cls("zstd", 3)
         if name == "blosc":
-            return cls("blosc", 3, "zstd", _shuffle_for(dtype), _typesize_for(dtype))
+            return _blosc_for(dtype)
         msg = f"compression {name!r} is not known; use None, {', '.join(map(repr, NAMES))}"
         raise MismatchError(msg)
 
@@ -98,17 +98,15 @@ class Codec:
         """The coded chunk. It may be a few bytes longer than the data: `pays` decides on a sample beforehand."""
         view = memoryview(data).cast("B")
         if self.name == "zstd":
-            from numcodecs import zstd  # noqa: PLC0415 - compression is optional
+            from numcodecs import zstd
 
-            coded: bytes = zstd.compress(view, self.level)
-            return coded
+            return bytes(zstd.compress(view, self.level))
         if view.nbytes > _BLOSC_MAX_BYTES:
             raise MismatchError(f"blosc codes at most {_BLOSC_MAX_BYTES} bytes at once, not {view.nbytes}; use zstd")
-        from numcodecs import blosc  # noqa: PLC0415 - compression is optional
+        from numcodecs import blosc
 
         shuffle = _SHUFFLES[self.shuffle]
-        coded = blosc.compress(view, self.cname.encode(), self.level, shuffle, 0, typesize=self.typesize)
-        return coded
+        return bytes(blosc.compress(view, self.cname.encode(), self.level, shuffle, 0, typesize=self.typesize))
 
     def decode(self, data: Buffer, nbytes: int, out: memoryview | bytearray | None = None) -> memoryview:
         """Exactly `nbytes` decoded bytes, in `out` (same size, writable) when given."""
@@ -121,11 +119,11 @@ class Codec:
             raise CorruptError(f"a {self.name} chunk announces {announced} bytes where {nbytes} belong")
         try:
             if self.name == "zstd":
-                from numcodecs import zstd  # noqa: PLC0415 - compression is optional
+                from numcodecs import zstd
 
                 zstd.decompress(source, target)
             else:
-                from numcodecs import blosc  # noqa: PLC0415 - compression is optional
+                from numcodecs import blosc
 
                 blosc.decompress(source, target)
         except (RuntimeError, ValueError) as error:
@@ -149,13 +147,23 @@ def sample_ranges(nbytes: int, itemsize: int, pieces: int = 4, piece_bytes: int 
     return [(start, start + piece_bytes) for start in starts]
 
 
-def _shuffle_for(dtype: DType) -> str:
-    return "shuffle" if dtype.itemsize > 1 else "bitshuffle"
+def _blosc_for(dtype: DType) -> Codec:
+    """The blosc settings for an element type, measured on a sentence encoder's weights (part of raw, 2 cores).
 
+    |           | lz4 5 bitshuffle | zstd 3 bitshuffle | zstd 3 shuffle  |
+    | float32   | 0.87 at 3.7 GB/s | 0.87 at 1.8 GB/s  | 0.89 at 0.5     |
+    | bfloat16  | 0.75 at 3.6      | 0.75 at 1.7       | 0.74 at 0.3     |
+    | float16   | 0.94 at 3.4      | 0.94 at 1.7       | 0.92 at 1.4     |
+    | float8    | 0.96 at 2.9      | 0.94 at 1.1       | 0.83 at 1.6     |
 
-def _typesize_for(dtype: DType) -> int:
-    # The two halves of a complex number are numbers of their own: shuffling by them sorts the exponents together.
-    return dtype.itemsize // 2 if dtype.name.startswith("complex") else dtype.itemsize
+    Sign and exponent bits repeat, mantissas do not. Sorted by bit, lz4 finds all there is to find. In one byte both
+    parts are mixed and only an entropy coder gains.
+    """
+    if dtype.itemsize == 1:
+        return Codec("blosc", 3, "zstd", "shuffle", 1)
+    # The two halves of a complex number are numbers of their own: sorted as such, their exponents stand together.
+    typesize = dtype.itemsize // 2 if dtype.name.startswith("complex") else dtype.itemsize
+    return Codec("blosc", 5, "lz4", "bitshuffle", typesize)
 
 
 def _zstd_bytes(source: memoryview) -> int:
@@ -183,7 +191,9 @@ def _blosc_bytes(source: memoryview) -> int:
 
 def _keys(configuration: Mapping[str, object], name: str, wanted: set[str]) -> None:
     if set(configuration) != wanted:
-        raise FormatError(f"configuration of {name} has the keys {sorted(map(str, configuration))}, not {sorted(wanted)}")
+        raise FormatError(
+            f"configuration of {name} has the keys {sorted(map(str, configuration))}, not {sorted(wanted)}"
+        )
 
 
 def _integer(configuration: Mapping[str, object], key: str, legal: range) -> int:

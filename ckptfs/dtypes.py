@@ -34,7 +34,8 @@ class DType:
             return np.dtype(self.name)
         import ml_dtypes  # noqa: PLC0415 - only needed for types numpy lacks
 
-        return np.dtype(getattr(ml_dtypes, self.name))
+        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.name))
+        return dtype
 
     @property
     def carrier(self) -> np.dtype[Any]:

@@ -238,16 +238,24 @@ class ArrayMeta:
             raise FormatError(f"zarr.json describes {found}, the manifest {wanted}")
 
 
-_ARRAY_KEYS = frozenset(
-    "zarr_format node_type shape data_type chunk_grid chunk_key_encoding fill_value codecs attributes"
-    " storage_transformers".split()
-)
+_ARRAY_KEYS = {
+    "zarr_format",
+    "node_type",
+    "shape",
+    "data_type",
+    "chunk_grid",
+    "chunk_key_encoding",
+    "fill_value",
+    "codecs",
+    "attributes",
+    "storage_transformers",
+}
 
 
 def parse_array_json(data: bytes | Mapping[str, Any]) -> ArrayMeta:
     """The array that a zarr.json describes; FormatError for anything `array_json` would not write."""
     document = load(data) if isinstance(data, bytes) else data
-    _exact("keys", set(document), set(_ARRAY_KEYS))
+    _exact("keys", set(document), _ARRAY_KEYS)
     _exact("zarr_format", document["zarr_format"], 3)
     _exact("node_type", document["node_type"], "array")
     _exact(
@@ -280,7 +288,7 @@ def parse_array_json(data: bytes | Mapping[str, Any]) -> ArrayMeta:
 
 
 def _codec_of(codecs: object, dtype: DType) -> Codec | None:
-    if not isinstance(codecs, list) or not 1 <= len(codecs) <= 2:  # noqa: PLR2004 - bytes and perhaps a compressor
+    if not isinstance(codecs, list) or not 1 <= len(codecs) <= 2:
         raise FormatError(f"zarr.json: codecs {codecs!r:.200} are not bytes and at most one compressor")
     _exact("codecs", codecs[:1], _bytes_codecs(dtype))
     return Codec.from_json(codecs[1]) if codecs[1:] else None
@@ -314,7 +322,7 @@ def _sizes(what: str, value: object, least: int) -> tuple[int, ...]:
 
 def crc32c(data: bytes) -> int:
     """CRC-32C (Castagnoli). The library is the one zarr-python brings along; in Python 1 MiB would take 0.1 s."""
-    import google_crc32c  # noqa: PLC0415 - keeps the import of ckptfs quick
+    import google_crc32c
 
     value: int = google_crc32c.value(data)
     return value

@@ -23,7 +23,7 @@ ROWS = [
     "stage ranks storage zarr_dtypes",
     "shards",
     "tree tags saveplan loadplan",  # from here on: pure
-    "grid codec zarr3 manifest rules",
+    "grid codec zarr3 manifest rules layout_ops expr",
     "box dtypes settings trace errors",
 ]
 PURE = set(" ".join(ROWS[8:]).split())

@@ -58,7 +58,7 @@ class Reader:
         return self.file.read_into(offset, view)
 
     def span(self, offset: int, length: int) -> tuple[int, int] | None:
-        """(fd, offset in it) when the whole range lies in one local file that the reader holds open, checked if need be.
+        """(fd, offset in it) when the whole range lies in one local file the reader holds open; checked if need be.
 
         It lets the kernel copy the bytes by itself. None means: use `read_into`.
         """

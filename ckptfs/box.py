@@ -115,8 +115,8 @@ def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
     boxes: list[Box] = []
 
     def part(i: int, a: int, b: int) -> None:
-        for inner in boxes_of_range(a, b, shape[1:]):
-            boxes.append(Box((i, *inner.start), (i + 1, *inner.stop)))
+        inner = boxes_of_range(a, b, shape[1:])
+        boxes.extend(Box((i, *box.start), (i + 1, *box.stop)) for box in inner)
 
     if first == last:
         part(first, head, tail)

@@ -32,7 +32,7 @@ class DType:
         """The numpy type; bfloat16 and float8 come from ml_dtypes."""
         if self.native:
             return np.dtype(self.name)
-        import ml_dtypes  # noqa: PLC0415 - only needed for types numpy lacks
+        import ml_dtypes  # only needed for types numpy lacks
 
         dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.name))
         return dtype
@@ -44,7 +44,7 @@ class DType:
 
     @property
     def torch(self) -> torch.dtype:
-        import torch  # noqa: PLC0415 - torch stays optional
+        import torch
 
         dtype: torch.dtype = getattr(torch, self.name)
         return dtype

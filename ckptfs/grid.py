@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import gcd, prod
+from math import gcd, isqrt, prod
 from typing import TYPE_CHECKING
 
 from ckptfs.box import Box, boxes_of_range, runs, strides_of
@@ -187,7 +187,7 @@ class Layout:
             base = block * self.block_bytes
             used = base + self.used_bytes(block)
             for a, z in runs(Box(inner.start, stop), self.block):
-                a, z = base + a * self.itemsize, min(base + z * self.itemsize, used)  # noqa: PLW2901
+                a, z = base + a * self.itemsize, min(base + z * self.itemsize, used)
                 if a >= z:
                     continue
                 if out and out[-1][1] == a:
@@ -215,7 +215,8 @@ class Layout:
                     tuple(a + o for a, o in zip(inner.start, origin, strict=True)),
                     tuple(a + o for a, o in zip(inner.stop, origin, strict=True)),
                 )
-                valid = Box(padded.start, tuple(max(a, min(z, d)) for a, z, d in zip(padded.start, padded.stop, self.shape, strict=True)))
+                edges = zip(padded.start, padded.stop, self.shape, strict=True)
+                valid = Box(padded.start, tuple(max(a, min(z, d)) for a, z, d in edges))
                 yield offset, valid, padded
                 offset += inner.size * size
             at = end
@@ -274,7 +275,7 @@ def _band(shape: Sequence[int], itemsize: int, chunk_bytes: int) -> tuple[int, .
     return shape
 
 
-def choose(  # noqa: PLR0913
+def choose(
     shape: Sequence[int],
     itemsize: int,
     boxes: Iterable[Box] = (),
@@ -323,7 +324,9 @@ def choose(  # noqa: PLR0913
 
 def _divisor(number: int, limit: int) -> int:
     """The largest divisor of `number` that is at most `limit`."""
-    return next(r for r in range(min(number, limit), 0, -1) if number % r == 0)
+    # In pairs, up to the root: counting down from `limit` takes a second for a prime of ten digits.
+    pairs = ((d, number // d) for d in range(1, isqrt(number) + 1) if number % d == 0)
+    return max(d for pair in pairs for d in pair if d <= limit)
 
 
 def _common_steps(shape: Sequence[int], boxes: Iterable[Box]) -> list[int | None]:

@@ -1,5 +1,7 @@
 """Boxes and runs against numpy: an array that holds its own offsets says where every element lies."""
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,7 +46,7 @@ def test_runs_have_one_length_and_none_continues_another(data, shape):
     k, length = run_shape(box, shape)
     assert {stop - start for start, stop in found} == {length}
     assert len(found) == int(np.prod(box.shape[:k], dtype=int))
-    assert all(a[1] < b[0] for a, b in zip(found, found[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in pairwise(found))
 
 
 def test_a_whole_array_is_one_run():

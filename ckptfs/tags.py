@@ -8,7 +8,7 @@ Rules: a tag is an object with the key "$"; encoding is exact or refused; decodi
 from __future__ import annotations
 
 import base64
-import datetime
+import datetime as dt
 import decimal
 import enum
 import fractions
@@ -184,7 +184,8 @@ def json_to_dtype(node: Node, depth: int = 0) -> np.dtype[Any]:
         if _ML_DTYPE.fullmatch(node):
             import ml_dtypes  # only here do these names exist; numpy is not enough
 
-            return np.dtype(getattr(ml_dtypes, node))
+            named: np.dtype[Any] = np.dtype(getattr(ml_dtypes, node))
+            return named
         if not _DTYPE_STR.fullmatch(node):
             raise ValueError("not a dtype")
         return np.dtype(node)
@@ -229,7 +230,7 @@ def _raw_array(dtype_node: Node, shape: list[int], b64: object) -> np.ndarray[An
 
 def _encode_numpy_scalar(value: np.generic) -> Node:
     if isinstance(value, np.str_):
-        return {"$": "numpy", "dtype": "str", "value": encode_str(str(value))}
+        return {"$": "numpy", "dtype": "str", "value": encode_str("".join(value))}  # str() drops NULs at the end
     if isinstance(value, np.bytes_):
         return {"$": "numpy", "dtype": "bytes", "value": to_b64(bytes(value))}
     if value.dtype.hasobject:
@@ -263,29 +264,31 @@ def _decode_numpy_scalar(tag: dict[str, Any]) -> object:
 # ---- time, paths, enums, torch --------------------------------------------------------------------------------------
 
 
-def _encode_moment(value: datetime.datetime | datetime.time) -> Node:
-    name = "datetime" if isinstance(value, datetime.datetime) else "time"
+def _encode_moment(value: dt.datetime | dt.time) -> Node:
+    name = "datetime" if isinstance(value, dt.datetime) else "time"
     node: dict[str, Any] = {"$": name, "value": value.isoformat()}
     if value.fold:
         node["fold"] = 1
     if repr(_decode_moment(node)) != repr(value):
-        raise Unsupported("only naive times and fixed offsets from UTC are stored exactly: use .astimezone(timezone.utc)")
+        raise Unsupported(
+            "only naive times and fixed offsets from UTC are stored exactly: use .astimezone(timezone.utc)"
+        )
     return node
 
 
-def _decode_moment(tag: dict[str, Any]) -> datetime.datetime | datetime.time:
+def _decode_moment(tag: dict[str, Any]) -> dt.datetime | dt.time:
     if tag.get("fold", 1) != 1 or type(tag.get("fold", 1)) is not int:
         raise ValueError("fold is 1 or absent")
-    kind: Any = {"datetime": datetime.datetime, "time": datetime.time}[tag["$"]]
-    moment: datetime.datetime | datetime.time = kind.fromisoformat(tag["value"])
+    kind: Any = {"datetime": dt.datetime, "time": dt.time}[tag["$"]]
+    moment: dt.datetime | dt.time = kind.fromisoformat(tag["value"])
     return moment.replace(fold=tag.get("fold", 0))
 
 
-def _decode_timedelta(tag: dict[str, Any]) -> datetime.timedelta:
+def _decode_timedelta(tag: dict[str, Any]) -> dt.timedelta:
     days, seconds, microseconds = tag["value"]
     if any(type(part) is not int for part in tag["value"]):
         raise TypeError("integers expected")
-    return datetime.timedelta(days, seconds, microseconds)
+    return dt.timedelta(days, seconds, microseconds)
 
 
 _PATHS = {
@@ -309,7 +312,7 @@ def class_name(kind: type) -> str:
 def find_class(name: str) -> type | None:
     """The class named "module:qualname" if its module is imported already; looked up without running any code."""
     module_name, _, qualname = name.partition(":")
-    scope: object = sys.modules.get(module_name)
+    scope: Any = sys.modules.get(module_name)
     for part in qualname.split("."):
         try:
             scope = vars(scope).get(part)
@@ -350,7 +353,7 @@ def _decode_enum(tag: dict[str, Any]) -> object:
 
 
 def loaded_torch() -> Any:
-    """torch if this process has imported it, else None: values of its types cannot exist without it."""
+    """The torch module if this process has imported it, else None: values of its types cannot exist without it."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "Size") and hasattr(torch, "Tensor") else None
 
@@ -363,7 +366,7 @@ def _torch() -> Any:
     return torch
 
 
-def _encode_torch(value: object) -> Node | None:
+def _encode_torch(value: Any) -> Node | None:
     torch = loaded_torch()
     if torch is None:
         return None
@@ -418,12 +421,12 @@ TAGS: Mapping[str, Tag] = {
     "bytes": _tag(lambda tag: from_b64(tag["b64"]), "b64"),
     "bytearray": _tag(lambda tag: bytearray(from_b64(tag["b64"])), "b64", hashable=False),
     "range": _tag(lambda tag: range(*_exactly(3, [_int(part) for part in tag["value"]])), "value"),
-    "ellipsis": _tag(lambda tag: ...),
+    "ellipsis": _tag(lambda _: ...),
     "decimal": _tag(lambda tag: decimal.Decimal(_str(tag["value"])), "value"),
     "fraction": _tag(lambda tag: _decode_fraction(tag["value"]), "value"),
     "datetime": _tag(_decode_moment, "value", optional=("fold",)),
     "time": _tag(_decode_moment, "value", optional=("fold",)),
-    "date": _tag(lambda tag: datetime.date.fromisoformat(tag["value"]), "value"),
+    "date": _tag(lambda tag: dt.date.fromisoformat(tag["value"]), "value"),
     "timedelta": _tag(_decode_timedelta, "value"),
     "path": _tag(_decode_path, "type", "value"),
     "enum": _tag(_decode_enum, "type", check=_check_enum, optional=("name", "value")),
@@ -452,16 +455,16 @@ _ENCODERS: dict[type, Callable[[Any], Node]] = {
     bytes: lambda value: {"$": "bytes", "b64": to_b64(value)},
     bytearray: lambda value: {"$": "bytearray", "b64": to_b64(value)},
     range: lambda value: {"$": "range", "value": [encode_int(i) for i in (value.start, value.stop, value.step)]},
-    type(...): lambda value: {"$": "ellipsis"},
+    type(...): lambda _: {"$": "ellipsis"},
     decimal.Decimal: lambda value: {"$": "decimal", "value": str(value)},
     fractions.Fraction: lambda value: {
         "$": "fraction",
         "value": [encode_int(value.numerator), encode_int(value.denominator)],
     },
-    datetime.datetime: _encode_moment,
-    datetime.time: _encode_moment,
-    datetime.date: lambda value: {"$": "date", "value": value.isoformat()},
-    datetime.timedelta: lambda value: {"$": "timedelta", "value": [value.days, value.seconds, value.microseconds]},
+    dt.datetime: _encode_moment,
+    dt.time: _encode_moment,
+    dt.date: lambda value: {"$": "date", "value": value.isoformat()},
+    dt.timedelta: lambda value: {"$": "timedelta", "value": [value.days, value.seconds, value.microseconds]},
     **{
         kind: lambda value: {"$": "path", "type": type(value).__name__, "value": encode_str(str(value))}
         for kind in _PATHS.values()

@@ -30,8 +30,12 @@ MAX_DEPTH = 96  # nested containers; far above real state, far below what would 
 
 # numpy dtypes that are Zarr arrays of their own; every other dtype goes inline into the JSON
 ARRAY_DTYPES = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128 bfloat16 "
-    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz".split()
+    {
+        "bool",
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+        *("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    }
 )
 _FACTORIES = ("list", "dict", "set", "int", "float", "str", "bool", "tuple")
 _PAIRED = {
@@ -87,6 +91,8 @@ class PerRankValues(dict[int, object]):
 class Attr(str):
     """A step of a path that is an attribute (`.lr`) and not a key (`["lr"]`)."""
 
+    __slots__ = ()
+
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
@@ -118,12 +124,10 @@ _registered_kinds: dict[type, _Registered] = {}
 _registered_names: dict[str, _Registered] = {}
 
 
-def register(
-    cls: type, to_json: Callable[[Any], object], from_json: Callable[[Any], object], *, name: str
-) -> None:
+def register(cls: type, to_json: Callable[[Any], object], from_json: Callable[[Any], object], *, name: str) -> None:
     """Store instances of exactly `cls` as the tree `to_json(value)` under the tag "user:<name>".
 
-    `from_json` gets that tree back, arrays included. The name is what a checkpoint remembers: keep it when the class moves.
+    `from_json` gets that tree back, arrays included. A checkpoint remembers the name: keep it when the class moves.
     """
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,200}", name):
         raise MismatchError(f"register: {name!r} is no usable name; use letters, digits, '_', '.' and '-'")
@@ -255,7 +259,9 @@ class _Writer:
     def pairs(self, keys: list[object], values: list[object]) -> list[Node]:
         """Key and value nodes of a mapping."""
         parts = _components(keys)
-        nodes = [[self.key(key), self.child(key, part, value)] for key, part, value in zip(keys, parts, values)]
+        nodes = [
+            [self.key(key), self.child(key, part, value)] for key, part, value in zip(keys, parts, values, strict=True)
+        ]
         if len({dumps(key) for key, _ in nodes}) < len(nodes):
             self.refuse("two keys of this dict cannot be told apart once stored (several NaN keys?); rename them")
         return nodes
@@ -277,14 +283,14 @@ class _Writer:
         keys = list(value)
         if all(type(key) is str and not key.startswith("$") and tags.is_plain_text(key) for key in keys):
             parts = _components(keys)
-            return {key: self.child(key, part, value[key]) for key, part in zip(keys, parts)}
+            return {key: self.child(key, part, value[key]) for key, part in zip(keys, parts, strict=True)}
         return {"$": "dict", "items": self.pairs(keys, list(value.values()))}
 
     def on_odict(self, value: collections.OrderedDict[object, object]) -> Node:
         extra = dict(vars(value))
         metadata = extra.pop("_metadata", None)  # torch's state_dict() keeps the versions of its modules there
         if extra:
-            self.refuse(f"an OrderedDict with attributes ({', '.join(extra)}); convert it with OrderedDict(value.items())")
+            self.refuse(f"an OrderedDict with attributes ({', '.join(extra)}); use OrderedDict(value.items()) instead")
         node = {"$": "odict", "items": self.pairs(list(value), list(value.values()))}
         if metadata is not None:
             before, self.in_key = self.in_key, True  # no arrays in there
@@ -298,7 +304,8 @@ class _Writer:
         factory = value.default_factory
         name = getattr(factory, "__name__", None)
         if factory is not None and (name not in _FACTORIES or getattr(builtins, name) is not factory):
-            self.refuse(f"a defaultdict with the factory {factory!r}; only {', '.join(_FACTORIES)} are stored: use dict(...)")
+            allowed = ", ".join(_FACTORIES)
+            self.refuse(f"a defaultdict with the factory {factory!r}; only {allowed} are stored: use dict(...) instead")
         return {"$": "defaultdict", "factory": name, "items": self.pairs(list(value), list(value.values()))}
 
     def on_counter(self, value: collections.Counter[object]) -> Node:
@@ -319,7 +326,7 @@ class _Writer:
         self._plain_instance(value)
         fields = list(type(value)._fields)
         parts = _components(fields)
-        items = [self.child(Attr(field), part, item) for field, part, item in zip(fields, parts, value)]
+        items = [self.child(Attr(field), part, item) for field, part, item in zip(fields, parts, value, strict=True)]
         return {"$": "namedtuple", "type": tags.class_name(type(value)), "fields": fields, "items": items}
 
     def on_deque(self, value: collections.deque[object]) -> Node:
@@ -345,7 +352,13 @@ class _Writer:
     def on_user(self, entry: _Registered, value: object) -> Node:
         if self.in_key:
             self.refuse(f"a {tags.class_name(entry.kind)} as a dict key or in a set; only plain values can stand there")
-        return {"$": _USER + entry.name, "value": self.node(entry.to_json(value))}
+        try:
+            tree = entry.to_json(value)
+        except Exception as problem:
+            self.refuse(
+                f"to_json of the class registered as {entry.name!r} failed: {type(problem).__name__}: {problem}"
+            )
+        return {"$": _USER + entry.name, "value": self.node(tree)}
 
     def _plain_instance(self, value: object) -> None:
         if getattr(value, "__dict__", None):
@@ -378,7 +391,7 @@ class _Writer:
 
     def _leaf(self, value: object, kind: str, extra: Mapping[str, str] = types.MappingProxyType({})) -> Node:
         if self.in_key:
-            self.refuse("an array as a dict key, in a set or in an OrderedDict's metadata; only plain values can stand there")
+            self.refuse("an array as a dict key, in a set or in an OrderedDict's metadata; only plain values fit there")
         name = "/".join(self.parts) or "value"
         if self.in_rank:
             name += f"@rank{self.rank}"
@@ -401,7 +414,10 @@ def _advice(value: object) -> str:
     if hasattr(value, "state_dict"):
         return "Store its state_dict()."
     if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
-        return "Register the dataclass with ckptfs.register(cls, to_json, from_json, name=...), or store dataclasses.asdict(it)."
+        return (
+            "Register the dataclass with ckptfs.register(cls, to_json, from_json, name=...), "
+            "or store dataclasses.asdict(it)."
+        )
     if callable(value) or isinstance(value, types.ModuleType):
         return "Code is not state: store a name or the arguments it was made from."
     return (
@@ -439,7 +455,11 @@ def loads(text: bytes | str) -> Node:
     """The node in this JSON text; FormatError for anything that `dumps` of a flattened tree could not have written."""
     try:
         node = json.loads(
-            text, object_pairs_hook=_object, parse_constant=_refuse_constant, parse_int=_parse_int, parse_float=_parse_float
+            text,
+            object_pairs_hook=_object,
+            parse_constant=_refuse_constant,
+            parse_int=_parse_int,
+            parse_float=_parse_float,
         )
     except FormatError:
         raise
@@ -523,12 +543,14 @@ class _Checker:
         if tag in tags.TAGS:
             if self.in_key and not tags.TAGS[tag].hashable:
                 self._mutable()
-            return tags.check(node)
+            tags.check(node)
+            return
         if self.in_key and tag not in _HASHABLE_CONTAINERS:
             self._mutable()
         if tag.startswith(_USER):
             self._fields(node, frozenset({"value"}), frozenset())
-            return self.node(node["value"], depth + 1)
+            self.node(node["value"], depth + 1)
+            return
         if tag not in _FIELDS:
             raise FormatError(f"the state tree has the unknown tag {tag!r}; a newer ckptfs may read it")
         self._fields(node, *_FIELDS[tag])
@@ -567,7 +589,7 @@ class _Checker:
             self.key(pair[0], depth)
             self.node(pair[1], depth + 1)
             texts.add(dumps(pair[0]))
-            if node["$"] in ("namespace", "simple_namespace"):
+            if node["$"] in ("namespace", "simple_namespace") and _merge_kind(pair[0]) != "str":
                 self._text(pair[0])
         if len(texts) < len(node["items"]):
             raise FormatError(f"the tag {node['$']!r} has a key twice")
@@ -719,12 +741,12 @@ class _Reader:
         for key_node, value_node in node["items"]:
             key = self.value(key_node)
             result[key] = self.child(key, value_node)
-        return self._hashed(result, len(node["items"]))
+        self._all_distinct(result, len(node["items"]))
+        return result
 
-    def _hashed(self, result: Any, count: int) -> Any:
+    def _all_distinct(self, result: Any, count: int) -> None:
         if len(result) != count:
             raise FormatError(f"{show_path(self.path)}: two keys of the stored tree are equal")
-        return result
 
     def _paired(self, tag: str, node: dict[str, Any]) -> object:
         result = self.pairs(node)
@@ -739,7 +761,7 @@ class _Reader:
             return collections.defaultdict(factory, result)
         ordered: Any = _PAIRED[tag](result)
         if "metadata" in node:
-            ordered._metadata = self.child(Attr("_metadata"), node["metadata"])
+            vars(ordered)["_metadata"] = self.child(Attr("_metadata"), node["metadata"])
         return ordered
 
     def _listed(self, tag: str, node: dict[str, Any]) -> object:
@@ -751,7 +773,9 @@ class _Reader:
         if tag == "slice":
             return slice(*items)
         made: Any = {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](items)
-        return self._hashed(made, len(items))
+        if tag in _UNORDERED:
+            self._all_distinct(made, len(items))
+        return made
 
     def _user(self, node: dict[str, Any]) -> object:
         name = node["$"].removeprefix(_USER)
@@ -761,7 +785,14 @@ class _Reader:
                 f"{show_path(self.path)}: stored by a class registered as {name!r}, which is not registered here; "
                 f"call ckptfs.register(cls, to_json, from_json, name={name!r}) before loading"
             )
-        return entry.from_json(self.value(node["value"]))
+        value = self.value(node["value"])
+        try:
+            return entry.from_json(value)
+        except Exception as problem:
+            raise MismatchError(
+                f"{show_path(self.path)}: from_json of the class registered as {name!r} refused what is stored: "
+                f"{type(problem).__name__}: {problem}"
+            ) from problem
 
     def _per_rank(self, node: dict[str, Any]) -> object:
         if self.rank is None:
@@ -804,12 +835,15 @@ def _namedtuple_class(name: str, fields: tuple[str, ...]) -> Any:
     return _equivalent_namedtuple(name, fields)
 
 
+_make_namedtuple: Any = collections.namedtuple  # noqa: PYI024 - the fields are known only at run time
+
+
 @functools.lru_cache(maxsize=256)
 def _equivalent_namedtuple(name: str, fields: tuple[str, ...]) -> Any:
     short = name.rpartition(":")[2].rpartition(".")[2]
     usable = short.isidentifier() and not keyword.iskeyword(short) and not short.startswith("_")
     module = name.partition(":")[0]
-    kind = collections.namedtuple(short if usable else "Namedtuple", fields, rename=True, module=module)
+    kind: Any = _make_namedtuple(short if usable else "Namedtuple", fields, rename=True, module=module)
     kind.__qualname__ = name.partition(":")[2]  # so that saving it again writes the same node
     return kind
 
@@ -833,7 +867,7 @@ def _refuse_shared_names(node: Node) -> None:
     seen: set[str] = set()
     for name in names(node):
         if name in seen:
-            raise MismatchError(f"two arrays of different ranks would share the name {name!r}; rename one of their keys")
+            raise MismatchError(f"two arrays of different ranks would both be named {name!r}; rename one of their keys")
         seen.add(name)
 
 
@@ -897,7 +931,7 @@ def _merge_ranks(ranked: Ranked, path: list[object]) -> Node:
 def _merge_items(ranked: Ranked, path: list[object]) -> Node:
     lists = [node if type(node) is list else node["items"] for _, node in ranked]
     first_rank, first = ranked[0]
-    for (rank, node), items in zip(ranked, lists):
+    for (rank, node), items in zip(ranked, lists, strict=True):
         if len(items) != len(lists[0]):
             raise MismatchError(
                 f"{show_path(path)} has {len(lists[0])} items on rank {first_rank} and {len(items)} on rank {rank}; "
@@ -906,7 +940,7 @@ def _merge_items(ranked: Ranked, path: list[object]) -> Node:
         if _rest(node) != _rest(first):
             _disagree(path, ranked[0], (rank, node))
     merged = [
-        _merge([(rank, items[index]) for (rank, _), items in zip(ranked, lists)], [*path, index])
+        _merge([(rank, items[index]) for (rank, _), items in zip(ranked, lists, strict=True)], [*path, index])
         for index in range(len(lists[0]))
     ]
     return merged if type(first) is list else {**first, "items": merged}
@@ -914,7 +948,9 @@ def _merge_items(ranked: Ranked, path: list[object]) -> Node:
 
 def _rest(node: Node) -> Node:
     """What a container's tag says besides its items."""
-    return [[key, node[key]] for key in ("type", "fields", "maxlen", "factory") if key in node] if type(node) is dict else []
+    if type(node) is list:
+        return []
+    return [[key, node[key]] for key in ("type", "fields", "maxlen", "factory") if key in node]
 
 
 def _pairs_of(node: dict[str, Node]) -> list[list[Node]]:
@@ -997,7 +1033,7 @@ class _Filler:
             return self._leaf(target, node, path)
         if isinstance(target, (dict, argparse.Namespace, types.SimpleNamespace)) and self._keyed(target):
             return self._mapping(target, node, path)
-        if isinstance(target, (list, tuple)):
+        if type(target) in (list, tuple) or hasattr(type(target), "_fields"):
             return self._sequence(target, node, path)
         return self._replace(node, path)
 
@@ -1015,6 +1051,12 @@ class _Filler:
         self.mismatched.append(f"{show_path(path)}: {what} here, {_brief(node)} stored")
         return target
 
+    def _other_kind(self, target: object, node: Node, path: list[object]) -> object:
+        """The target is a container of another kind: data is replaced, but not a structure that holds arrays."""
+        if _held(target):
+            return self._mismatch(target, node, path, f"a {type(target).__name__}")
+        return self._replace(node, path)
+
     def _leaf(self, target: object, node: Node, path: list[object]) -> object:
         if _merge_kind(node) != "array":
             return self._mismatch(target, node, path, "an array")
@@ -1023,7 +1065,7 @@ class _Filler:
 
     def _mapping(self, target: Any, node: Node, path: list[object]) -> object:
         if _merge_kind(node) not in _PAIRED:
-            return self._mismatch(target, node, path, f"a {type(target).__name__}") if _held(target) else self._replace(node, path)
+            return self._other_kind(target, node, path)
         own = target if isinstance(target, dict) else vars(target)
         step = Attr if own is not target else _same
         reader = _Reader(_no_array, self.rank, False)
@@ -1041,27 +1083,29 @@ class _Filler:
 
     def _sequence(self, target: Any, node: Node, path: list[object]) -> object:
         if _merge_kind(node) not in ("list", "tuple", "namedtuple", "torch.Size"):
-            return self._mismatch(target, node, path, f"a {type(target).__name__}") if _held(target) else self._replace(node, path)
+            return self._other_kind(target, node, path)
         nodes = node if type(node) is list else node["value"] if "value" in node else node["items"]
         if len(nodes) != len(target) and _held(target):
             return self._mismatch(target, node, path, f"{len(target)} items, {len(nodes)} stored")
         if len(nodes) != len(target):
-            filled = self._replace(list(nodes), path) or []
+            filled = [] if self.dry else [self._replace(new, [*path, index]) for index, new in enumerate(nodes)]
         else:
-            filled = [self.visit(old, new, [*path, index]) for index, (old, new) in enumerate(zip(target, nodes))]
+            filled = [
+                self.visit(old, new, [*path, index]) for index, (old, new) in enumerate(zip(target, nodes, strict=True))
+            ]
         if self.dry:
             return target
         if isinstance(target, list):
             target[:] = filled
             return target
-        return tuple.__new__(type(target), filled)
+        return tuple.__new__(type(target), filled)  # past a namedtuple's own __new__, as its _make does
 
 
 def _same(key: object) -> object:
     return key
 
 
-def _no_array(name: str, tag: dict[str, Any]) -> NoReturn:
+def _no_array(name: str, _tag: dict[str, Any]) -> NoReturn:
     raise FormatError(f"the array {name!r} is a dict key")
 
 

@@ -18,9 +18,9 @@ ROWS = [
     "ckptfs",
     "views",
     "run",
-    "checkpoint",
+    "checkpoint save load",
     "write commit read",
-    "stage ranks storage zarr_dtypes",
+    "stage ranks storage zarr_dtypes zarr_plugin",
     "shards",
     "tree tags saveplan loadplan",  # from here on: pure
     "grid codec zarr3 manifest rules layout_ops expr",

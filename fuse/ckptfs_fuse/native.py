@@ -1,0 +1,540 @@
+"""The native backend: a loop over /dev/fuse in Python, with no libfuse.
+
+Rules:
+- Several threads read requests; each answers what it read, so none waits for another. What may be slow (a blocking file
+  or directory) is answered by `SlowWork`, within a deadline.
+- Bytes that lie in one open local file go file → pipe → kernel by splice, without a copy in this process; other bytes
+  are read into a buffer of the thread, behind the room for the reply's header, and sent with one write.
+- All open handles of a node are opened alike (passed through, direct or cached), as the kernel demands.
+- Every failure is an errno and, when it is EIO, a line in the log. Whatever writes is EROFS; unknown requests ENOSYS.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+
+from ckptfs.errors import NotFoundError
+from ckptfs.views.nodes import Dir, File, Link, Node
+from ckptfs_fuse import kernel, wire
+from ckptfs_fuse.answers import FOR_EVER_S, attributes, errno_of, inode_number, keep_names_s, log, log_failure, version_of
+from ckptfs_fuse.options import MountOptions
+from ckptfs_fuse.passthrough import Materialised, Passthrough
+from ckptfs_fuse.slow import Job, SlowWork
+from ckptfs_fuse.table import Handle, Known, Listing, Table
+from ckptfs_fuse.wire import Op
+
+READ_BYTES_MAX = 1 << 20  # fs.fuse.max_pages_limit is 256 pages unless root raises it
+SPLICE_BYTES_MIN = 16 << 10  # below, one pread and one write cost less than four calls of splice
+_GONE = frozenset({errno.ENODEV, errno.EBADF})  # unmounted
+_AGAIN = frozenset({errno.EINTR, errno.EAGAIN, errno.ENOENT})  # ENOENT: the request was interrupted before it was read
+
+Body = bytes
+Answer = Callable[["NativeServer", wire.Request, Body], bytes | None]
+
+
+class _Later(Exception):
+    """The answer comes from a slow worker."""
+
+
+class _Channel:
+    """One thread's way to the kernel: a descriptor, a buffer for replies, a pipe for splices."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.reply = memoryview(bytearray(wire.REPLY_HEADER_BYTES + READ_BYTES_MAX))
+        self._pipe: tuple[int, int] | None = None
+        self._pipe_bytes = 0
+
+    def send(self, header: bytes, payload: bytes = b"") -> None:
+        _write(self.fd, header + payload)
+
+    def splice(self, unique: int, source_fd: int, offset: int, length: int) -> bool:
+        """Reply with `length` bytes of a file. False when nothing was sent, and something else must answer."""
+        read_end, write_end = self._pipe or self._new_pipe()
+        if length + 2 * wire.PAGE_BYTES > self._pipe_bytes:
+            return False
+        try:
+            os.write(write_end, wire.reply_header(unique, length))
+            moved = 0
+            while moved < length:
+                count = os.splice(source_fd, write_end, length - moved, offset_src=offset + moved)
+                if count == 0:
+                    break
+                moved += count
+        except OSError:
+            self._drop_pipe()
+            return False
+        if moved < length:
+            self._drop_pipe()
+            return False
+        try:
+            os.splice(read_end, self.fd, wire.REPLY_HEADER_BYTES + length)
+        except OSError as error:
+            self._drop_pipe()
+            if error.errno not in _GONE | _AGAIN:
+                raise
+        return True
+
+    def _new_pipe(self) -> tuple[int, int]:
+        self._pipe = os.pipe2(os.O_CLOEXEC)
+        slots = READ_BYTES_MAX // wire.PAGE_BYTES
+        for wanted in (2 * slots, slots):  # more than /proc/sys/fs/pipe-max-size is for root only
+            try:
+                fcntl.fcntl(self._pipe[1], fcntl.F_SETPIPE_SZ, wanted * wire.PAGE_BYTES)
+                break
+            except OSError:
+                continue
+        self._pipe_bytes = fcntl.fcntl(self._pipe[1], fcntl.F_GETPIPE_SZ)
+        return self._pipe
+
+    def _drop_pipe(self) -> None:
+        pipe, self._pipe = self._pipe, None
+        for fd in pipe or ():
+            os.close(fd)
+
+    def close(self) -> None:
+        self._drop_pipe()
+
+
+def _write(fd: int, reply: bytes | memoryview) -> None:
+    try:
+        os.write(fd, reply)
+    except OSError as error:
+        if error.errno not in _GONE | _AGAIN:  # the caller was interrupted, or everything was unmounted
+            raise
+
+
+class NativeServer:
+    """Answers the kernel's requests for one mount, until it is unmounted."""
+
+    def __init__(self, root: Dir, device_fd: int, options: MountOptions, on_ready: Callable[[], None]) -> None:
+        self._options = options
+        self._device_fd = device_fd
+        self._on_ready = on_ready
+        self._table = Table(root, wire.ROOT_ID, FOR_EVER_S if root.immutable else root.refresh_s)
+        self._slow = SlowWork(options.slow_threads, options.read_timeout_s)
+        self._waiting: dict[int, Job] = {}
+        self._passthrough: Passthrough | None = None
+        self._materialised: Materialised | None = None
+        self._may_mmap_direct = False
+        self._owner = (os.geteuid(), os.getegid())
+        self._ended = threading.Event()
+
+    # --- the loop ----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Answer INIT here, then serve from threads."""
+        if not self._initialise():
+            self._ended.set()
+            return
+        for index in range(self._options.request_threads):
+            fd = self._device_fd if index == 0 else self._clone()
+            threading.Thread(target=self._serve, args=(fd,), name=f"fuse-{index}", daemon=True).start()
+        self._on_ready()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """True when it was unmounted."""
+        return self._ended.wait(timeout_s)
+
+    def close(self) -> None:
+        """After the end: give up what is still open."""
+        self._table.close_all()
+        if self._materialised is not None:
+            self._materialised.close()
+
+    def _clone(self) -> int:
+        """Another descriptor with a queue of its own, so that threads do not fight over one."""
+        fd = kernel.open_device()
+        try:
+            fcntl.ioctl(fd, wire.IOC_CLONE, wire.clone_in(self._device_fd))
+            return fd
+        except OSError:
+            os.close(fd)
+            return os.dup(self._device_fd)
+
+    def _initialise(self) -> bool:
+        message = bytearray(wire.REQUEST_BYTES)
+        while True:
+            length = _read_request(self._device_fd, message)
+            if length == 0:
+                return False
+            request = wire.request(message)
+            offer = wire.init_in(bytes(message[wire.HEADER_BYTES : length]))
+            if request.op != Op.INIT:
+                _write(self._device_fd, wire.reply_header(request.unique, 0, errno.EIO))
+                continue
+            if offer.major != wire.MAJOR or offer.minor < wire.MINOR_OLDEST:
+                error = errno.EPROTO if offer.major <= wire.MAJOR else 0
+                payload = b"" if error else wire.init_version_only()
+                _write(self._device_fd, wire.reply_header(request.unique, len(payload), error) + payload)
+                continue
+            payload = self._agree(offer)
+            _write(self._device_fd, wire.reply_header(request.unique, len(payload)) + payload)
+            return True
+
+    def _agree(self, offer: wire.Init) -> bytes:
+        flags = wire.ASYNC_READ | wire.PARALLEL_DIROPS | wire.MAX_PAGES | wire.INIT_EXT
+        flags |= wire.DO_READDIRPLUS | wire.READDIRPLUS_AUTO | wire.DIRECT_IO_ALLOW_MMAP
+        if self._options.passthrough and os.geteuid() == 0:
+            flags |= wire.PASSTHROUGH
+        agreed = flags & offer.flags
+        self._may_mmap_direct = bool(agreed & wire.DIRECT_IO_ALLOW_MMAP)
+        if agreed & wire.PASSTHROUGH:
+            self._passthrough = Passthrough(self._device_fd)
+            if self._options.materialise_bytes:
+                self._materialised = Materialised(self._options.materialise_bytes, self._options.materialise_folder)
+        elif self._options.passthrough:
+            reason = "only root may" if os.geteuid() else "the kernel is older than 6.9"
+            log.warning("no passthrough, %s: files are read by the server, at about a third of the speed", reason)
+        return wire.init_out(
+            offer, flags, max_pages=READ_BYTES_MAX // wire.PAGE_BYTES, max_background=64, stack_depth=2
+        )
+
+    def _serve(self, fd: int) -> None:
+        channel = _Channel(fd)
+        message = bytearray(wire.REQUEST_BYTES)
+        try:
+            while (length := _read_request(fd, message)) != 0:
+                request = wire.request(message)
+                if request.op == Op.READ:
+                    self._read(channel, request, wire.read_in(message, wire.HEADER_BYTES))
+                else:
+                    self._answer(channel, request, bytes(message[wire.HEADER_BYTES : length]))
+        except BaseException as error:
+            log.critical("a request thread died", exc_info=error)
+        finally:
+            channel.close()
+            self._ended.set()
+
+    def _answer(self, channel: _Channel, request: wire.Request, body: Body) -> None:
+        try:
+            answer = _ANSWERS.get(request.op)
+            if answer is None:
+                number = errno.EROFS if request.op in wire.WRITING else errno.ENOSYS
+                channel.send(wire.reply_header(request.unique, 0, number))
+                return
+            payload = answer(self, request, body)
+        except _Later:
+            return
+        except Exception as error:
+            log_failure(self._describe(request), error)
+            channel.send(wire.reply_header(request.unique, 0, errno_of(error)))
+            return
+        if payload is not None:
+            channel.send(wire.reply_header(request.unique, len(payload)), payload)
+
+    def _later(self, request: wire.Request, work: Callable[[], bytes]) -> None:
+        """Have a slow worker answer. Always raises _Later."""
+        unique = request.unique
+        what = self._describe(request)
+
+        def done(payload: bytes | None, error: BaseException | None) -> None:
+            self._waiting.pop(unique, None)
+            if error is None and payload is not None:
+                _write(self._device_fd, wire.reply_header(unique, len(payload)) + payload)
+                return
+            if error is not None and not isinstance(error, InterruptedError):
+                log_failure(what, error)
+            _write(self._device_fd, wire.reply_header(unique, 0, errno_of(error or OSError())))
+
+        job = self._slow.submit(work, done)
+        self._waiting[unique] = job
+        if job.is_answered:
+            self._waiting.pop(unique, None)
+        raise _Later
+
+    def _describe(self, request: wire.Request) -> str:
+        name = Op(request.op).name if request.op in set(Op) else str(request.op)
+        return f"{name} of {self._path(request.nodeid)}"
+
+    def _path(self, nodeid: int) -> str:
+        parts: list[str] = []
+        try:
+            known = self._table.known(nodeid)
+            while known.nodeid != wire.ROOT_ID:
+                parts.append(known.key[1].decode(errors="backslashreplace"))
+                known = self._table.known(known.key[0])
+        except Exception:
+            parts.append("…")
+        return "/" + "/".join(reversed(parts))
+
+    # --- names and attributes ----------------------------------------------------------------------------------
+
+    def _attr(self, node: Node, ino: int) -> bytes:
+        told = attributes(node)
+        return wire.attr(ino, told.size, told.mtime_ns, told.mode, *self._owner)
+
+    def _entry(self, folder: Known, name: bytes, node: Node) -> bytes:
+        keep_s = keep_names_s(self._dir(folder))
+        found = self._table.remember(folder, name, node, keep_s)
+        return wire.entry_out(found.nodeid, self._attr(node, found.ino), keep_s, keep_s)
+
+    def _dir(self, known: Known) -> Dir:
+        if not isinstance(known.node, Dir):
+            raise NotADirectoryError(errno.ENOTDIR, "not a directory")
+        return known.node
+
+    def _lookup(self, request: wire.Request, body: Body) -> bytes:
+        folder = self._table.known(request.nodeid)
+        name = wire.name_in(body)
+        if self._dir(folder).blocking:
+            self._later(request, lambda: self._find(folder, name))
+        return self._find(folder, name)
+
+    def _find(self, folder: Known, name: bytes) -> bytes:
+        try:
+            node = self._dir(folder).lookup(os.fsdecode(name))
+        except NotFoundError:
+            if not self._dir(folder).immutable:
+                raise
+            return wire.entry_out(0, wire.NO_ENTRY, FOR_EVER_S, 0)  # nothing of that name, and never will be
+        return self._entry(folder, name, node)
+
+    def _forget(self, request: wire.Request, body: Body) -> None:
+        self._table.forget(request.nodeid, wire.forget_in(body))
+
+    def _batch_forget(self, request: wire.Request, body: Body) -> None:
+        for nodeid, lookups in wire.batch_forget_in(body):
+            self._table.forget(nodeid, lookups)
+
+    def _getattr(self, request: wire.Request, body: Body) -> bytes:
+        known = self._table.known(request.nodeid)
+        return wire.attr_out(self._attr(known.node, known.ino), known.keep_s)
+
+    def _readlink(self, request: wire.Request, body: Body) -> bytes:
+        node = self._table.known(request.nodeid).node
+        if not isinstance(node, Link):
+            raise OSError(errno.EINVAL, "not a link")
+        return os.fsencode(node.target)
+
+    def _getxattr(self, request: wire.Request, body: Body) -> bytes:
+        room, name = wire.getxattr_in(body)
+        value = self._table.known(request.nodeid).node.xattrs.get(os.fsdecode(name))
+        if value is None:
+            raise OSError(errno.ENODATA, "no such attribute")
+        return _fit(value, room)
+
+    def _listxattr(self, request: wire.Request, body: Body) -> bytes:
+        room, _ = wire.getxattr_in(body)
+        names = self._table.known(request.nodeid).node.xattrs
+        return _fit(b"".join(os.fsencode(name) + b"\0" for name in names), room)
+
+    def _statfs(self, request: wire.Request, body: Body) -> bytes:
+        return wire.statfs_out(0, 0)
+
+    # --- directories -------------------------------------------------------------------------------------------
+
+    def _opendir(self, request: wire.Request, body: Body) -> bytes:
+        known = self._table.known(request.nodeid)
+        if self._dir(known).blocking:
+            self._later(request, lambda: self._list(known))
+        return self._list(known)
+
+    def _list(self, known: Known) -> bytes:
+        folder = self._dir(known)
+        parent = known if known.nodeid == wire.ROOT_ID else self._table.known(known.key[0])
+        entries = [(os.fsencode(name), node) for name, node in folder.children().items()]
+        number = self._table.add_listing(Listing(known, parent.ino, entries))
+        return wire.open_out(number, wire.FOPEN_CACHE_DIR | wire.FOPEN_KEEP_CACHE if folder.immutable else 0)
+
+    def _readdir(self, request: wire.Request, body: Body) -> bytes:
+        return self._fill(wire.read_in(body), plus=False)
+
+    def _readdirplus(self, request: wire.Request, body: Body) -> bytes:
+        return self._fill(wire.read_in(body), plus=True)
+
+    def _fill(self, read: wire.Read, *, plus: bool) -> bytes:
+        listing = self._table.listing(read.handle)
+        room = read.size
+        parts: list[bytes] = []
+        for index in range(read.offset, 2 + len(listing.entries)):
+            name, node = self._entry_at(listing, index)
+            room -= wire.dirent_bytes(name) + (wire.ENTRY_BYTES if plus else 0)
+            if room < 0:
+                break
+            if node is None:  # "." and "..": the kernel ignores what is said of them
+                ino = listing.known.ino if index == 0 else listing.parent_ino
+                parts += [wire.entry_out(0, wire.NO_ENTRY, 0, 0)] if plus else []
+                parts.append(wire.dirent(ino, index + 1, name, 0o040000))
+                continue
+            parts += [self._entry(listing.known, name, node)] if plus else []
+            ino = inode_number(listing.known.ino, name, version_of(node))
+            parts.append(wire.dirent(ino, index + 1, name, attributes(node).mode))
+        return b"".join(parts)
+
+    @staticmethod
+    def _entry_at(listing: Listing, index: int) -> tuple[bytes, Node | None]:
+        return ((b".", None), (b"..", None))[index] if index < 2 else listing.entries[index - 2]
+
+    def _releasedir(self, request: wire.Request, body: Body) -> bytes:
+        self._table.remove_listing(wire.handle_in(body))
+        return b""
+
+    # --- files -------------------------------------------------------------------------------------------------
+
+    def _open(self, request: wire.Request, body: Body) -> bytes:
+        if wire.open_flags_in(body) & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EROFS, "read-only")
+        known = self._table.known(request.nodeid)
+        if not isinstance(known.node, File):
+            raise IsADirectoryError(errno.EISDIR, "not a file")
+        file = known.node
+        if file.blocking:
+            self._later(request, lambda: self._open_file(known, file))
+        return self._open_file(known, file)
+
+    def _open_file(self, known: Known, file: File) -> bytes:
+        handle = Handle(known, file.open())
+        with known.lock:
+            if known.opens == 0:
+                known.mode, known.backing_id = self._mode(known, file, handle)
+            number = self._table.add_handle(handle)
+            return wire.open_out(number, known.mode or 0, known.backing_id)
+
+    def _mode(self, known: Known, file: File, handle: Handle) -> tuple[int, int]:
+        """How all handles of this node are opened, until the last is closed."""
+        backing_id = self._backing_id(known, file, handle)
+        if backing_id:
+            return wire.FOPEN_PASSTHROUGH, backing_id
+        is_local = not file.blocking and (handle.reader.backing_fd is not None or handle.reader.span(0, 1) is not None)
+        if self._options.direct_io == "local" and self._may_mmap_direct and is_local:
+            return wire.FOPEN_DIRECT_IO | wire.FOPEN_KEEP_CACHE | wire.FOPEN_NOFLUSH, 0
+        return wire.FOPEN_KEEP_CACHE | wire.FOPEN_NOFLUSH, 0
+
+    def _backing_id(self, known: Known, file: File, handle: Handle) -> int:
+        if self._passthrough is None:
+            return 0
+        if handle.reader.backing_fd is not None:
+            return self._passthrough.register(handle.reader.backing_fd)
+        if self._materialised is None:
+            return 0
+        copy_fd = self._materialised.fd_of(file)
+        if copy_fd is None:
+            if known.open_count + 1 >= self._options.materialise_after_opens:
+                self._materialised.want(file)
+            return 0
+        try:
+            return self._passthrough.register(copy_fd)
+        finally:
+            os.close(copy_fd)
+
+    def _release(self, request: wire.Request, body: Body) -> bytes:
+        number = wire.handle_in(body)
+        known = self._table.handle(number).known
+        with known.lock:
+            handle = self._table.remove_handle(number)
+            if known.opens == 0 and known.backing_id and self._passthrough is not None:
+                self._passthrough.forget(known.backing_id)
+                known.backing_id = 0
+        if handle is not None:
+            handle.give_back()
+        return b""
+
+    def _read(self, channel: _Channel, request: wire.Request, read: wire.Read) -> None:
+        """READ, apart from the other requests because it must be quick."""
+        try:
+            handle = self._table.handle(read.handle)
+            file = handle.reader.file
+            size = min(read.size, file.size - read.offset, READ_BYTES_MAX)
+            if size <= 0:
+                channel.send(wire.reply_header(request.unique, 0))
+            elif file.blocking:
+                self._read_later(request, handle, read.offset, size)
+            else:
+                self._read_now(channel, request.unique, handle, read.offset, size)
+        except _Later:
+            return
+        except Exception as error:
+            log_failure(self._describe(request), error)
+            channel.send(wire.reply_header(request.unique, 0, errno_of(error)))
+
+    def _read_now(self, channel: _Channel, unique: int, handle: Handle, offset: int, size: int) -> None:
+        reader = handle.reader
+        self._prefetch(handle, offset, size)
+        if size >= SPLICE_BYTES_MIN:
+            span = reader.span(offset, size)
+            if span is not None and channel.splice(unique, *span, size):
+                return
+        start = wire.REPLY_HEADER_BYTES
+        count = reader.read_into(offset, channel.reply[start : start + size])
+        wire.put_reply_header(channel.reply, unique, count)
+        _write(channel.fd, channel.reply[: start + count])
+
+    def _prefetch(self, handle: Handle, offset: int, size: int) -> None:
+        """A reader that goes on where it was gets its files read from the disk ahead of it, in large pieces."""
+        ahead = self._options.prefetch_kib * 1024
+        is_sequential = abs(offset - handle.expected) <= 2 * READ_BYTES_MAX  # readahead requests come out of order
+        handle.expected = offset + size
+        if not is_sequential:
+            handle.prefetched = 0
+        elif offset + size + ahead // 2 > handle.prefetched:
+            start = max(handle.prefetched, offset + size)
+            handle.prefetched = offset + size + ahead
+            handle.reader.prefetch(start, handle.prefetched - start)
+
+    def _read_later(self, request: wire.Request, handle: Handle, offset: int, size: int) -> None:
+        handle.take()
+
+        def work() -> bytes:
+            try:
+                data = bytearray(size)
+                count = handle.reader.read_into(offset, memoryview(data))
+                return bytes(data) if count == size else bytes(data[:count])
+            finally:
+                handle.give_back()
+
+        self._later(request, work)
+
+    def _interrupt(self, request: wire.Request, body: Body) -> None:
+        """A reader that gives up on something slow gets its answer now. INTERRUPT itself has none."""
+        job = self._waiting.get(wire.handle_in(body))
+        if job is not None:
+            job.finish(None, InterruptedError(errno.EINTR, "interrupted"))
+
+    def _destroy(self, request: wire.Request, body: Body) -> bytes:
+        return b""
+
+
+def _fit(value: bytes, room: int) -> bytes:
+    """An extended attribute, or its size when the caller asks with no room."""
+    if room == 0:
+        return wire.size_out(len(value))
+    if len(value) > room:
+        raise OSError(errno.ERANGE, "does not fit")
+    return value
+
+
+def _read_request(fd: int, message: bytearray) -> int:
+    """The length of the next request; 0 after the unmount."""
+    while True:
+        try:
+            return os.readv(fd, [message])
+        except OSError as error:
+            if error.errno in _GONE:
+                return 0
+            if error.errno not in _AGAIN:
+                raise
+
+
+_ANSWERS: dict[int, Answer] = {
+    Op.LOOKUP: NativeServer._lookup,
+    Op.FORGET: NativeServer._forget,
+    Op.BATCH_FORGET: NativeServer._batch_forget,
+    Op.GETATTR: NativeServer._getattr,
+    Op.READLINK: NativeServer._readlink,
+    Op.OPEN: NativeServer._open,
+    Op.RELEASE: NativeServer._release,
+    Op.OPENDIR: NativeServer._opendir,
+    Op.READDIR: NativeServer._readdir,
+    Op.READDIRPLUS: NativeServer._readdirplus,
+    Op.RELEASEDIR: NativeServer._releasedir,
+    Op.STATFS: NativeServer._statfs,
+    Op.GETXATTR: NativeServer._getxattr,
+    Op.LISTXATTR: NativeServer._listxattr,
+    Op.INTERRUPT: NativeServer._interrupt,
+    Op.DESTROY: NativeServer._destroy,
+}

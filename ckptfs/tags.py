@@ -30,7 +30,7 @@ Node = Any  # plain JSON data: dict, list, str, int, float, bool, None
 # ints that other JSON readers keep in 64 bits stay bare; longer ones are hex, which has no length limit in Python
 INT_MIN, INT_MAX = -(2**63), 2**64 - 1
 _CANONICAL_NAN = struct.pack(">d", math.nan)
-_DTYPE_STR = re.compile(r"[<>|=]?[?a-zA-Z]\d*(\[[0-9A-Za-z]+\])?")
+_DTYPE_STR = re.compile(r"[<>|][biufcSUVOmM]\d*(\[[0-9A-Za-z]+\])?")
 _ML_DTYPE = re.compile(r"bfloat16|float[468]_e[0-9a-z]+|u?int[124]")
 _CLASS_NAME = re.compile(r"[^\s:]+:[^\s:]+")
 _BAD = (ValueError, TypeError, KeyError, IndexError, ArithmeticError, AttributeError, MemoryError, RecursionError)
@@ -255,7 +255,8 @@ def _decode_numpy_scalar(tag: dict[str, Any]) -> object:
     dtype = json_to_dtype(tag["dtype"])
     if {"b": bool, "i": int, "u": int, "f": float}.get(dtype.kind) is not type(value):
         raise TypeError("the value does not fit its dtype")
-    scalar = dtype.type(value)
+    with np.errstate(over="ignore"):  # refused below, without a warning
+        scalar = dtype.type(value)
     if scalar.item() != value:
         raise ValueError("the value does not fit its dtype")
     return scalar

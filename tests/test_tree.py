@@ -203,19 +203,20 @@ def containers(children):
 
 
 any_tree = st.recursive(singles, containers, max_leaves=12)
-settings.register_profile("tree", deadline=None, suppress_health_check=list(HealthCheck))
-settings.load_profile("tree")
+thorough = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=400)
+quick = settings(thorough, max_examples=100)
 
 
 # ---- round trips ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=400)
+@thorough
 @given(any_tree)
 def test_any_tree_comes_back_exactly(tree):
     assert same(round_trip(tree), tree)
 
 
+@quick
 @given(st.dictionaries(keys, any_tree, max_size=3))
 def test_every_node_is_checked_and_stable(tree):
     node, leaves = flatten(tree)
@@ -314,6 +315,16 @@ def test_parameters_are_marked():
     assert leaves[0].path == ("w",)
 
 
+def test_tensor_subclasses_are_leaves():
+    class Sharded(torch.Tensor):
+        pass
+
+    tensor = torch.ones(2).as_subclass(Sharded)
+    node, leaves = flatten([tensor])
+    assert node == [{"$": "array", "name": "0", "as": "torch"}]
+    assert leaves[0].value is tensor
+
+
 def test_tied_leaves_keep_both_names():
     tensor = torch.ones(2)
     node, leaves = flatten({"embed": tensor, "head": tensor})
@@ -365,6 +376,7 @@ def test_encode_name(path, name):
     assert encode_name(path) == name
 
 
+@quick
 @given(st.lists(any_text, min_size=1, max_size=3), st.lists(any_text, min_size=1, max_size=3))
 def test_names_of_different_text_paths_differ(one, two):
     assert (encode_name(tuple(one)) == encode_name(tuple(two))) == (one == two)
@@ -550,6 +562,7 @@ def node_of(tree, rank=0):
     return flatten(tree, rank=rank)[0]
 
 
+@quick
 @given(any_tree)
 def test_merge_of_equal_trees_is_the_tree(tree):
     node = node_of(tree)
@@ -560,6 +573,7 @@ def test_merge_of_equal_trees_is_the_tree(tree):
 key_sets = st.lists(st.sets(st.sampled_from(["a", "b", 1, (2,), "$", 2.5]), max_size=5), min_size=3, max_size=3)
 
 
+@quick
 @given(key_sets, st.sampled_from([dict, collections.OrderedDict]))
 def test_merge_unites_keys_in_order_of_ranks_and_is_associative(sets, kind):
     rank_trees = [
@@ -728,6 +742,7 @@ def test_fill_rebuilds_namedtuples_and_counters():
     assert target["c"] == collections.Counter([1, 1])
 
 
+@quick
 @given(any_tree)
 def test_fill_of_the_same_tree_is_the_same_tree(tree):
     node, leaves = flatten(tree)
@@ -795,6 +810,8 @@ LIES = {
     "dtype that is code": '{"$":"numpy.dtype","value":"f4,(2,)i8"}',
     "huge item size": '{"$":"numpy.dtype","value":"|V99999999999999999999"}',
     "scalar out of range": '{"$":"numpy","dtype":"|u1","value":300}',
+    "half that overflows": '{"$":"numpy","dtype":"<f2","value":1e9}',
+    "dtype alias that numpy warns of": '{"$":"numpy.dtype","value":"|a3"}',
     "scalar of another kind": '{"$":"numpy","dtype":"|u1","value":true}',
     "scalar without value": '{"$":"numpy","dtype":"|u1"}',
     "division by zero": '{"$":"fraction","value":[1,0]}',
@@ -833,7 +850,7 @@ def read_or_refuse(text):
         return
 
 
-@settings(max_examples=300)
+@thorough
 @given(any_tree, st.data())
 def test_changed_text_is_a_tree_or_a_format_error(tree, data):
     text = bytearray(dumps(flatten(tree)[0]))
@@ -853,7 +870,7 @@ json_values = st.recursive(
 ALL_FIELDS = sorted({"value", "b64", "dtype", "shape", "re", "im", "type", "name", "fold", *(f for r, o in trees._FIELDS.values() for f in r | o)})  # fmt: skip
 
 
-@settings(max_examples=600)
+@thorough
 @given(st.sampled_from([*trees._FIELDS, *trees.tags.TAGS, "user:a"]), st.data())
 def test_any_shape_of_any_tag_is_a_tree_or_a_format_error(tag, data):
     known = trees.tags.TAGS.get(tag)

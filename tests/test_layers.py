@@ -20,11 +20,11 @@ ROWS = [
     "run",
     "checkpoint save load",
     "write commit read",
-    "stage ranks storage zarr_dtypes zarr_plugin",
+    "stage ranks storage zarr_dtypes zarr_plugin maps",
     "shards",
     "tree tags saveplan loadplan",  # from here on: pure
     "grid codec zarr3 manifest rules layout_ops expr",
-    "box dtypes settings trace errors",
+    "box dtypes settings trace errors version",
 ]
 PURE = set(" ".join(ROWS[8:]).split())
 NOT_PURE = {

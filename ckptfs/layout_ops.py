@@ -90,7 +90,10 @@ class Formula:
     def value(self, variables: Variables) -> int:
         if isinstance(self.text, int):
             return self.text
-        return _evaluate(ast.parse(self.text.strip(), mode="eval").body, variables)
+        value = _evaluate(ast.parse(self.text.strip(), mode="eval").body, variables)
+        if abs(value) > _LARGEST:
+            raise MismatchError(f"{self.text!r} is too large: {value:.3g}")
+        return value
 
 
 def _check_formula(node: ast.expr) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from ckptfs import dtypes, expr
-from ckptfs.box import Box, boxes_of_range
+from ckptfs.box import boxes_of_range
 from ckptfs.errors import FormatError, MismatchError
 from ckptfs.expr import Expr, Fetch, Source
 from ckptfs.layout_ops import Fields, Formula, Json, Op, Variables, parse_op, without_none
@@ -724,6 +724,3 @@ def _inverse_rule(rule: Rule | Drop | Alias) -> Rule | Drop | Alias:
     if rule.origin.names:
         raise MismatchError("a drop with placeholders has no inverse")
     return Alias(rule.origin.text, rule.equal.text, rule.condition)
-
-
-__all__ = ["Box", "Expr", "Map", "Mapped", "check_dropped", "compile_map", "dumps", "invert", "loads", "parse"]

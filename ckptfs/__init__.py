@@ -1,1 +1,1 @@
-"""Checkpoints of distributed training as plain Zarr v3: saved in parallel, loaded into any layout, sliced and mounted."""
+"""Checkpoints of distributed training as plain Zarr v3: saved in parallel, loaded into any layout, sliced, mounted."""

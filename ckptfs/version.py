@@ -1,3 +1,3 @@
-"""The version of this software, said once; the package's metadata takes it from here. The format has its own numbers."""
+"""The version of this software, said once: the package metadata takes it from here. The format has its own numbers."""
 
 __version__ = "0.1.0"

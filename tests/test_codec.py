@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tracemalloc
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ def test_sample_ranges_are_whole_elements_inside_and_apart(elements, itemsize):
     nbytes = elements * itemsize
     ranges = sample_ranges(nbytes, itemsize)
     assert all(0 <= a < z <= nbytes and a % itemsize == z % itemsize == 0 for a, z in ranges)
-    assert all(before[1] <= after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+    assert all(before[1] <= after[0] for before, after in pairwise(ranges))
     assert sum(z - a for a, z in ranges) <= 4 * (64 << 10)
     if nbytes:
         assert ranges[0][0] == 0

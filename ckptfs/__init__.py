@@ -1,1 +1,44 @@
-"""Checkpoints of distributed training as plain Zarr v3: saved in parallel, loaded into any layout, sliced, mounted."""
+"""Checkpoints of distributed training as plain Zarr v3: saved in parallel, loaded into any layout, sliced and mounted."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ckptfs.version import __version__
+
+# name → module; imported at first use, so that `import ckptfs` stays quick and pulls in nothing heavy.
+_PUBLIC = {
+    "Checkpoint": "ckptfs.checkpoint",
+    "CkptError": "ckptfs.errors",
+    "CorruptError": "ckptfs.errors",
+    "ExistsError": "ckptfs.errors",
+    "FlatShard": "ckptfs.shards",
+    "FormatError": "ckptfs.errors",
+    "MismatchError": "ckptfs.errors",
+    "NotFoundError": "ckptfs.errors",
+    "PerRank": "ckptfs.tree",
+    "Run": "ckptfs.run",
+    "SaveError": "ckptfs.errors",
+    "Settings": "ckptfs.settings",
+    "StorageError": "ckptfs.errors",
+    "load": "ckptfs.run",
+    "open": ("ckptfs.run", "open_url"),
+    "register": "ckptfs.tree",
+    "save": "ckptfs.run",
+}
+__all__ = sorted([*_PUBLIC, "__version__"])  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    where = _PUBLIC.get(name)
+    if where is None:
+        raise AttributeError(f"module 'ckptfs' has no attribute {name!r}")
+    module, attribute = where if isinstance(where, tuple) else (where, name)
+    value = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

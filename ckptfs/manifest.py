@@ -266,7 +266,18 @@ def _parse(raw: bytes) -> Manifest:
 
 def _param(name: str, entry: object) -> Param:
     entry = _typed(entry, dict, "entry")
-    unknown = entry.keys() - {"dtype", "shape", "path", "block", "chunk", "many", "codec", "extents", "xxh3", "zarr_xxh3"}
+    unknown = entry.keys() - {
+        "dtype",
+        "shape",
+        "path",
+        "block",
+        "chunk",
+        "many",
+        "codec",
+        "extents",
+        "xxh3",
+        "zarr_xxh3",
+    }
     if any(not key.startswith("x-") for key in unknown):
         raise FormatError(f"unknown key {sorted(unknown)[0]!r}")
     dtype = dtypes.BY_NAME.get(_typed(entry.get("dtype"), str, "dtype"))

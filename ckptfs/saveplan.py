@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import gcd, prod
@@ -115,7 +115,9 @@ class Mesh:
         _, shape, ranks, places = spread
         self.shape: tuple[int, ...] = tuple(shape)
         # A mesh of consecutive ranks is written as [first, count].
-        self.ranks: Sequence[int] = range(ranks[0], ranks[0] + ranks[1]) if len(ranks) == 2 and prod(shape) != 2 else ranks
+        self.ranks: Sequence[int] = (
+            range(ranks[0], ranks[0] + ranks[1]) if len(ranks) == 2 and prod(shape) != 2 else ranks
+        )
         self.places = [place(p) for p in places]
         self._where: dict[int, int] | None = None
 
@@ -388,9 +390,9 @@ def _array(
             mine.append((boxes_of_intervals(mesh.local(shape, coordinate)), mesh.replicas(coordinate)))
     else:
         edges, mine = _explicit(name, views, rank)
-    codec = _codec(name, dtype, options)
+    codec = None if name in options.raw else codec_for(name, dtype, options.compression)
     flat = kind == "flat"
-    note = ""
+    note = "stored raw: compression does not pay" if name in options.raw else ""
     if codec is not None and (flat or prod(shape) == 0):
         codec, note = None, "stored raw: flat shards do not end at chunk boundaries" if flat else ""
     if not options.positional and flat:
@@ -421,7 +423,9 @@ def _explicit(
         for box in boxes:
             clash = next((other for other in seen if (other & box).size), None)
             if clash is not None or not Box.whole(shape).contains(box):
-                msg = f"{name!r}: the part {box} of rank {holders[0]} overlaps {clash} or leaves the shape {list(shape)}"
+                msg = (
+                    f"{name!r}: the part {box} of rank {holders[0]} overlaps {clash} or leaves the shape {list(shape)}"
+                )
                 raise MismatchError(msg)
             seen.append(box)
             volume += box.size
@@ -434,13 +438,23 @@ def _explicit(
     return edges, mine
 
 
-def _codec(name: str, dtype: dtypes.DType, options: Options) -> Codec | None:
-    if name in options.raw:
-        return None
-    for pattern, kind in options.compression:
+def codec_for(name: str, dtype: object, compression: Sequence[tuple[str, str | None]]) -> Codec | None:
+    """The codec that the first matching pattern asks for."""
+    for pattern, kind in compression:
         if matches(name, pattern):
-            return Codec.spec(kind, dtype)
+            return Codec.spec(kind, dtypes.of(dtype))
     return None
+
+
+def with_raw(
+    options: Options, descriptions: Sequence[tuple[Sequence[Desc], dict[str, str]]], votes: Sequence[set[str]]
+) -> Options:
+    """An array stays raw when everybody who holds some of it found that it does not shrink."""
+    against: dict[str, bool] = {}
+    for (descs, _), raw in zip(descriptions, votes, strict=True):
+        for desc in descs:
+            against[desc.name] = against.get(desc.name, True) and desc.name in raw
+    return replace(options, raw=frozenset(name for name, all_raw in against.items() if all_raw))
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -66,7 +66,9 @@ def _refuse(name: str, tensor: Any) -> None:
     if tensor.layout is not sys.modules["torch"].strided:
         raise MismatchError(f"{name!r} is a {tensor.layout} tensor: call .to_dense() before saving")
     if tensor.is_meta:
-        raise MismatchError(f"{name!r} is on the meta device and has no values: materialise it before saving or loading")
+        raise MismatchError(
+            f"{name!r} is on the meta device and has no values: materialise it before saving or loading"
+        )
     if tensor.is_quantized:
         raise MismatchError(f"{name!r} is quantized: save .int_repr() and its scales instead")
 
@@ -85,7 +87,9 @@ def _dtensor(name: str, value: Any, rank: int) -> Held:
         elif kind == "Shard":
             places.append(f"S{placement.dim % value.ndim}")
         else:
-            raise MismatchError(f"{name!r} has the placement {placement}, which ckptfs does not know: redistribute it first")
+            raise MismatchError(
+                f"{name!r} has the placement {placement}, which ckptfs does not know: redistribute it first"
+            )
     mesh = value.device_mesh
     ranks = mesh.mesh.flatten().tolist()
     if len(ranks) != 2 and ranks == list(range(ranks[0], ranks[0] + len(ranks))):  # noqa: PLR2004 - see saveplan.Mesh
@@ -126,7 +130,8 @@ def _cut_local(name: str, local: Any, boxes: list[Box]) -> list[tuple[Box, Any]]
     out = []
     for box in boxes:
         index = tuple(
-            slice(offsets[d][box.start[d]], offsets[d][box.start[d]] + box.stop[d] - box.start[d]) for d in range(local.ndim)
+            slice(offsets[d][box.start[d]], offsets[d][box.start[d]] + box.stop[d] - box.start[d])
+            for d in range(local.ndim)
         )
         out.append((box, local[index]))
     return out

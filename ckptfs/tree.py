@@ -1118,3 +1118,11 @@ def _held(target: object) -> bool:
     if isinstance(target, (argparse.Namespace, types.SimpleNamespace)):
         return _held(vars(target))
     return _held(target.value) if type(target) is PerRank else is_array(target)
+
+
+def rehearse(target: object, node: Node, *, rank: int | None = None, allow_pickle: bool = False) -> Filled:
+    """What `fill` would find missing, unexpected and mismatched; touches nothing."""
+    check(node)
+    rehearsal = _Filler(_no_array, rank, allow_pickle, dry=True)
+    rehearsal.visit(target, node, [])
+    return Filled(target, rehearsal.missing, rehearsal.unexpected, rehearsal.mismatched)

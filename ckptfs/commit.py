@@ -1,0 +1,223 @@
+"""From the ranks' reports to a committed step, and from committed steps to none.
+
+Order on a file system: data durable (each rank), metadata and manifest into the temporary folder, all durable,
+one rename to the final name, the parent folder durable. On an object store the manifest is created last.
+A report is checked against the plan: the pieces must tile every array exactly.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import struct
+from typing import TYPE_CHECKING, Any
+
+from ckptfs import manifest as mf
+from ckptfs import zarr3
+from ckptfs.errors import CkptError, ExistsError, NotFoundError, SaveError
+from ckptfs.manifest import Manifest, Param, digest, run_lengths
+from ckptfs.saveplan import cut
+from ckptfs.write import Written
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ckptfs.saveplan import Array, SavePlan
+    from ckptfs.storage import LocalStore, Store
+
+SAVING, DELETING = ".saving", ".deleting"
+_STEP = re.compile(r"step-(\d{8,})\Z")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_number(name: str) -> int | None:
+    """The step of a folder name, None for any other folder. Only the name that `step_name` gives counts."""
+    found = _STEP.match(name)
+    return int(found[1]) if found and step_name(int(found[1])) == name else None
+
+
+def saving_name(name: str, save_id: str) -> str:
+    return f".{name}.{save_id}{SAVING}"
+
+
+# --- reports ---------------------------------------------------------------------------------------------
+
+
+def pack_report(written: Sequence[Written], extra: Mapping[str, Any]) -> bytes:
+    """A rank's report as bytes: a JSON head, then the checksums."""
+    head = json.dumps(
+        {"pieces": [[w.array, w.start, w.stop, w.lengths, len(w.hashes)] for w in written], **extra},
+        separators=(",", ":"),
+    ).encode()
+    return b"".join([struct.pack("<I", len(head)), head, *(w.hashes for w in written)])
+
+
+def unpack_report(raw: bytes) -> tuple[list[Written], dict[str, Any]]:
+    (length,) = struct.unpack_from("<I", raw)
+    head = json.loads(raw[4 : 4 + length])
+    at, written = 4 + length, []
+    for array, start, stop, lengths, size in head.pop("pieces"):
+        written.append(Written(array, start, stop, lengths, raw[at : at + size]))
+        at += size
+    return written, head
+
+
+def params_of(plan: SavePlan, written: Iterable[Written]) -> dict[str, Param]:
+    """The manifest's arrays; SaveError if the pieces do not tile an array exactly."""
+    pieces: dict[int, list[Written]] = {i: [] for i in range(len(plan.arrays))}
+    for one in written:
+        pieces[one.array].append(one)
+    return {
+        array.name: _param(array, sorted(pieces[i], key=lambda w: w.start), plan.extent_bytes)
+        for i, array in enumerate(plan.arrays)
+    }
+
+
+def _param(array: Array, pieces: list[Written], extent_bytes: int) -> Param:
+    layout = array.layout
+    if layout.nbytes == 0:
+        wanted: list[tuple[int, int]] = []
+    elif layout.many:
+        size = layout.block_bytes
+        wanted = [(b * size, b * size + layout.used_bytes(b)) for b in range(layout.blocks)]
+    else:
+        wanted = [(0, layout.logical_bytes)]
+    lengths: list[int] = []
+    at = iter(pieces)
+    for start, stop in wanted:
+        while start < stop:
+            piece = next(at, None)
+            if piece is None or piece.start != start or piece.stop > stop:
+                msg = f"array {array.name!r}: the reports leave a hole or an overlap at byte {start}; nothing was committed"
+                raise SaveError(msg)
+            base = start if layout.many else 0  # files of their own count extents from their first byte
+            found = piece.lengths or [b - a for a, b in cut(piece.start - base, piece.stop - base, extent_bytes)]
+            if len(found) * mf.HASH_BYTES != len(piece.hashes):
+                raise SaveError(
+                    f"array {array.name!r}: a report has a wrong number of checksums; nothing was committed"
+                )
+            lengths += found
+            start = piece.stop  # noqa: PLW2901
+    if next(at, None) is not None:
+        raise SaveError(f"array {array.name!r}: two ranks wrote the same bytes; nothing was committed")
+    hashes = b"".join(piece.hashes for piece in pieces)
+    return Param(
+        array.name, zarr3.path_of_name(array.name), array.dtype, layout, array.codec, run_lengths(lengths), hashes
+    )
+
+
+# --- metadata --------------------------------------------------------------------------------------------
+
+
+def array_document(array: Array) -> bytes:
+    """An array's zarr.json, a pure function of the plan."""
+    return zarr3.dump(zarr3.array_json(array.layout, array.dtype, array.codec))
+
+
+def documents(params: dict[str, Param]) -> tuple[dict[str, bytes], dict[str, str]]:
+    """(path → bytes of every zarr.json above the arrays, path → checksum of every array's own)."""
+    arrays = {p.path: zarr3.array_json(p.layout, p.dtype, p.codec) for p in params.values()}
+    out = {f"{group}/zarr.json": zarr3.dump(zarr3.group_json()) for group in zarr3.groups_of(arrays)}
+    out["zarr.json"] = zarr3.dump(zarr3.root_json(arrays))
+    return out, {path: digest(zarr3.dump(document)).hex() for path, document in arrays.items()}
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+# --- publishing ------------------------------------------------------------------------------------------
+
+
+def publish(run: Store, name: str, folder: str, raw: bytes, *, overwrite: bool) -> None:
+    """Make the finished save in `folder` the step `name`. `raw`: its manifest."""
+    if not run.positional:
+        _publish_object(run, name, raw)
+        return
+    local: LocalStore = run  # type: ignore[assignment]
+    local.sub(folder).write(mf.NAME, raw)
+    local.syncfs(folder)
+    try:
+        local.rename_dir(folder, name)
+    except ExistsError:
+        if not overwrite and local.exists(f"{name}/{mf.NAME}"):
+            raise
+        local.exchange_dirs(folder, name)
+        local.sync_dir()
+        discard(local, folder)
+        return
+    local.sync_dir()
+
+
+def _publish_object(run: Store, name: str, raw: bytes) -> None:
+    path = f"{name}/{mf.NAME}"
+    try:
+        run.create(path, raw)
+    except ExistsError:
+        # The answer to our own create may have been lost: then what is there is ours.
+        if run.read(path) != raw:
+            raise
+
+
+def discard(run: Store, name: str) -> None:
+    """Delete a folder such that a crash on the way leaves nothing that looks like a step."""
+    if run.positional and not name.startswith("."):
+        doomed = f".{name}{DELETING}"
+        local: LocalStore = run  # type: ignore[assignment]
+        try:
+            local.remove_tree(doomed)
+            local.rename_dir(name, doomed)
+        except NotFoundError:
+            return
+        local.sync_dir()
+        local.remove_tree(doomed)
+        return
+    if not run.positional:
+        try:
+            run.remove(f"{name}/{mf.NAME}")  # the step stops existing here
+        except NotFoundError:
+            pass
+    run.remove_tree(name)
+
+
+def collect(run: Store, prefix: str, keep: str = "") -> list[str]:
+    """Remove what dead saves and half-done deletions left (names that start with `.prefix`); returns what was removed."""
+    if not run.positional:
+        return []
+    removed = []
+    for name in run.children()[0]:
+        if name.startswith(f".{prefix}") and name.endswith((SAVING, DELETING)) and name != keep:
+            try:
+                run.remove_tree(name)
+            except CkptError:  # somebody else removes it too, or it is still being written: it is invisible anyway
+                continue
+            removed.append(name)
+    return removed
+
+
+def exists(run: Store, name: str) -> bool:
+    return run.exists(f"{name}/{mf.NAME}")
+
+
+def build(  # noqa: PLR0913
+    params: dict[str, Param],
+    *,
+    tree: Any,
+    save_id: str,
+    step: int | None,
+    world: int,
+    aliases: dict[str, str],
+    assets: dict[str, tuple[int, str]],
+    maps: dict[str, Any],
+    root_hash: str,
+    zarr_hashes: dict[str, str],
+) -> Manifest:
+    full = {
+        name: Param(p.name, p.path, p.dtype, p.layout, p.codec, p.runs, p.hashes, zarr_hashes[p.path])
+        for name, p in params.items()
+    }
+    return Manifest(full, tree, save_id, step, now(), world, aliases, assets, root_hash, maps)

@@ -1,0 +1,247 @@
+"""Carries jobs from memory to the store: copy, hash, write, in a pipeline that is bounded by its buffers.
+
+One thread copies (the caller's, when it must wait for the copies anyway), a few write. Every error of every thread
+reaches the caller of `finish`; after the first one the others stop early.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptfs import zarr3
+from ckptfs.errors import CkptError, StorageError
+from ckptfs.manifest import digest
+from ckptfs.saveplan import cut
+from ckptfs.storage.directio import BufferPool, DirectWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ckptfs.saveplan import Array, SavePlan
+    from ckptfs.settings import Settings
+    from ckptfs.stage import Job, Part, Stager
+    from ckptfs.storage import LocalStore, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A finished piece, as a rank reports it: stored lengths only where compression made them differ."""
+
+    array: int
+    start: int
+    stop: int
+    lengths: list[int] | None
+    hashes: bytes
+
+
+class Files:
+    """The open files of a positional save: opened and reserved at first need, closed when their last piece is in."""
+
+    def __init__(self, store: LocalStore, plan: SavePlan, jobs: Sequence[Job], small_bytes: int) -> None:
+        self._store = store
+        self._plan = plan
+        self._lock = threading.Lock()
+        self._writers: dict[int, DirectWriter] = {}
+        self._left: dict[int, int] = defaultdict(int)
+        for job in jobs:
+            for part in job.parts:
+                self._left[part.array] += 1
+        self._small_bytes = small_bytes
+
+    def path(self, number: int) -> str:
+        array = self._plan.arrays[number]
+        return f"{zarr3.path_of_name(array.name)}/{array.layout.key()}"
+
+    def reserve(self) -> None:
+        """Set space aside for everything this rank will write; a full disk is an error now and not later."""
+        loose = 0
+        for number, ranges in self._plan.pieces.items():
+            total = sum(b - a for a, b in ranges)
+            if self._plan.arrays[number].layout.many or total <= self._small_bytes:
+                loose += total
+                continue
+            writer = self._get(number)
+            for start, stop in ranges:
+                writer.reserve(start, stop)
+        free = self._store.free_bytes()
+        if loose > free:
+            raise StorageError(f"no space: {loose} bytes to write to {self._store.url}, {free} are free")
+
+    def _get(self, number: int) -> DirectWriter:
+        with self._lock:
+            writer = self._writers.get(number)
+            if writer is None:
+                self._store.make_dirs(zarr3.path_of_name(self._plan.arrays[number].name))
+                writer = self._writers[number] = self._store.open_writer(self.path(number))
+            return writer
+
+    def write(self, part: Part, view: memoryview) -> None:
+        array = self._plan.arrays[part.array]
+        layout = array.layout
+        end = part.stop == layout.logical_bytes
+        if part.start == 0 and end and part.stop <= self._small_bytes:
+            # A small array goes out in one call, its index with it.
+            self._store.make_dirs(zarr3.path_of_name(array.name))
+            data = bytes(view) + _index(array, 0) if layout.sharded else view
+            self._store.write_unsynced(self.path(part.array), data)
+        else:
+            writer = self._get(part.array)
+            writer.write(part.start, view)
+            if end and layout.sharded:
+                writer.write(part.stop, _index(array, 0))
+        self.done(part)
+
+    def done(self, part: Part) -> None:
+        """One piece of the array less to come; after the last the file is closed."""
+        with self._lock:
+            self._left[part.array] -= 1
+            writer = self._writers.pop(part.array, None) if not self._left[part.array] else None
+        if writer is not None:
+            writer.close()
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+
+def _index(array: Array, file: int, stored: list[int] | None = None) -> bytes:
+    return zarr3.shard_index(array.layout.index_entries(file, stored))
+
+
+class Pipeline:
+    """One rank's writes. `feed` every job, then `finish`."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        store: Store,
+        plan: SavePlan,
+        jobs: Sequence[Job],
+        stager: Stager,
+        pool: BufferPool,
+        settings: Settings,
+        *,
+        progress: Callable[[int], None] = lambda done: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._store, self._plan, self._stager, self._pool = store, plan, stager, pool
+        self._progress, self._cancelled = progress, cancelled
+        self.written: list[Written] = []
+        self.raw_bytes = self.stored_bytes = 0
+        self.codec_s = 0.0
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[Job, Any, Any] | None] = queue.SimpleQueue()
+        self.files = Files(store, plan, jobs, settings.small_file_bytes) if store.positional else None  # type: ignore[arg-type]
+        # No more threads than there are jobs: a tiny save starts one.
+        self._threads = [
+            threading.Thread(target=self._run, name=f"ckptfs-write-{i}", daemon=True)
+            for i in range(max(1, min(settings.write_threads, len(jobs))))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def feed(self, job: Job) -> None:
+        """Copy a job's bytes (here, now) and hand them to the writers; waits while all buffers are in use."""
+        self._raise_if_broken()
+        buffer = self._acquire()
+        try:
+            event = self._stager.copy(job, buffer.view)
+        except BaseException:
+            self._pool.release(buffer)
+            raise
+        self._queue.put((job, buffer, event))
+
+    def _acquire(self) -> Any:
+        while True:
+            try:
+                return self._pool.acquire(1.0)
+            except StorageError:
+                self._raise_if_broken()  # else: just a slow store
+
+    def _raise_if_broken(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._cancelled():
+            raise CkptError("the save has failed on another rank")
+
+    def finish(self) -> None:
+        """Wait for all writes; raises the first error."""
+        self.stop()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End the threads, whatever happened."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        if self.files is not None:
+            self.files.close()
+
+    def _run(self) -> None:
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return
+            job, buffer, event = item
+            try:
+                if self._error is None and not self._cancelled():
+                    if event is not None:
+                        event.synchronize()
+                    for part in job.parts:
+                        self._write(part, buffer.view[part.at : part.at + part.stop - part.start])
+            except BaseException as error:  # noqa: BLE001 - handed to the caller by finish()
+                self._error = self._error or error
+            finally:
+                self._pool.release(buffer)
+
+    def _write(self, part: Part, view: memoryview) -> None:
+        array = self._plan.arrays[part.array]
+        lengths = None
+        if array.layout.many:
+            lengths, hashes, stored = self._write_block(array, part, view)
+        else:
+            size = self._plan.extent_bytes
+            hashes = [digest(view[a - part.start : b - part.start]) for a, b in cut(part.start, part.stop, size)]
+            self.files.write(part, view)  # type: ignore[union-attr] - shared files are planned for positional stores only
+            stored = len(view)
+        with self._lock:
+            self.written.append(Written(part.array, part.start, part.stop, lengths, b"".join(hashes)))
+            self.raw_bytes += len(view)
+            self.stored_bytes += stored
+        self._progress(self.raw_bytes)
+
+    def _write_block(self, array: Array, part: Part, view: memoryview) -> tuple[list[int] | None, list[bytes], int]:
+        """A block as a file of its own: its chunks (compressed or not), then their index."""
+        layout = array.layout
+        block = part.start // layout.block_bytes
+        lengths = None
+        body: bytes | memoryview = view
+        if array.codec is not None:
+            begin = time.perf_counter()
+            chunks = [
+                array.codec.encode(view[a : a + layout.chunk_bytes]) for a in range(0, len(view), layout.chunk_bytes)
+            ]
+            self.codec_s += time.perf_counter() - begin
+            lengths = [len(chunk) for chunk in chunks]
+            hashes = [digest(chunk) for chunk in chunks]
+            body = b"".join(chunks)
+        else:
+            hashes = [digest(view[a:b]) for a, b in cut(0, len(view), self._plan.extent_bytes)]
+        if layout.sharded:
+            body = bytes(body) + _index(array, block, lengths)
+        path = f"{zarr3.path_of_name(array.name)}/{layout.key(block)}"
+        if self._store.positional:
+            self._store.make_dirs(zarr3.path_of_name(array.name))  # type: ignore[attr-defined]
+            self._store.write_unsynced(path, body)  # type: ignore[attr-defined]
+        else:
+            self._store.write(path, body)
+        return lengths, hashes, len(body)

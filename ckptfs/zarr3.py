@@ -160,10 +160,12 @@ def outer_chunk(layout: Layout) -> tuple[int, ...]:
     return tuple(max(1, blocks) * size for blocks, size in zip(layout.grid, layout.block, strict=True))
 
 
-def fill_value(dtype: DType) -> bool | int | float | list[float]:
+def fill_value(dtype: DType) -> bool | int | float | str | list[float]:
     """Zero, as JSON wants it for this type."""
     if dtype.name == "bool":
         return False
+    if dtype.name.startswith("float8"):
+        return "0x00"  # a number is as legal, but zarrs reads only the bits
     if dtype.name.startswith("complex"):
         return [0.0, 0.0]
     return 0 if dtype.name.startswith(("int", "uint")) else 0.0

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -105,14 +105,6 @@ def _copy(target: Array, origin: Array) -> Callable[[], None]:
 
 def _temporary(shape: Sequence[int], dtype: np.dtype[Any], out: Array) -> Array:
     return np.empty(shape, dtype if out.itemsize else _NOTHING)
-
-
-def _shaped(out: Array, shape: tuple[int, ...]) -> tuple[Array, bool]:
-    """`out` in another shape: a view (True) or a temporary that must be copied back (False)."""
-    view = out.reshape(shape)
-    if np.may_share_memory(view, out):
-        return view, True
-    return _temporary(shape, out.dtype, out), False
 
 
 def _moved(box: Box, dim: int, by: int) -> Box:
@@ -285,10 +277,12 @@ class _Reshaped(Expr):
             self._fill(stretches, flat, plan)
             plan.steps.append(_gathered(out, flat, stretches))
             return
-        flat, viewed = _shaped(out, flat_shape)
+        if all(_is_flat(out, j0, j1) for _, (j0, j1) in self.groups):
+            self._fill(stretches, out.reshape(flat_shape), plan)
+            return
+        flat = _temporary(flat_shape, out.dtype, out)
         self._fill(stretches, flat, plan)
-        if not viewed:
-            plan.steps.append(_copy(out, flat.reshape(out.shape)))
+        plan.steps.append(_copy(out, flat.reshape(out.shape)))
 
     def _fill(self, stretches: tuple[_Stretch, ...], flat: Array, plan: Plan) -> None:
         """Fill an array that has one dimension for each group, from the boxes of the child."""
@@ -303,10 +297,14 @@ class _Reshaped(Expr):
             where: tuple[Any, ...] = (*(place for place, _ in combination), ...)
             part = flat[where]
             inner = _product([b for _, b in combination])
-            into, viewed = _shaped(part, inner.shape)
-            self.child.place(inner, into, plan)
-            if not viewed:
-                plan.steps.append(_copy(part, into.reshape(part.shape)))
+            # One dimension becomes several here, which numpy can always view.
+            self.child.place(inner, part.reshape(inner.shape), plan)
+
+
+def _is_flat(out: Array, start: int, stop: int) -> bool:
+    """Whether these dimensions can be viewed as one (asking numpy's reshape would copy when they cannot)."""
+    dims = [d for d in range(start, stop) if out.shape[d] != 1]
+    return all(out.strides[a] == out.strides[b] * out.shape[b] for a, b in pairwise(dims))
 
 
 def _gathered(out: Array, flat: Array, stretches: tuple[_Stretch, ...]) -> Callable[[], None]:

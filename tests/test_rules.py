@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -264,6 +266,12 @@ def test_half_a_head_is_one_covering_read():
     assert permuted.sources(Box((16, 0), (20, 10))) == [("w", Box((16, 0), (23, 10)))]
 
 
+def test_elements_at_long_strides_are_read_one_by_one():
+    store = Store({"w": numbered(12, 5)})
+    third = expr.pick(rearranged(store.source("w"), "(row three) ... -> row three ...", three=3), 1, 1)
+    assert third.sources() == [("w", Box((row, 0), (row + 1, 5))) for row in (1, 4, 7, 10)]
+
+
 def test_a_tensor_parallel_part_of_fused_qkv_reads_only_its_groups():
     kv_heads, size, hidden = 4, 2, 3
     per_group = 2 + 2  # two query heads, a key and a value head
@@ -296,6 +304,19 @@ def test_looking_at_the_sources_of_a_huge_array_allocates_nothing():
     huge = Source("w", (1 << 20, 1 << 20), "float32")
     permuted = rearranged(huge, "(head pair two) ... -> (head two pair) ...", head=1 << 13, two=2)
     assert expr.cast(permuted, "bfloat16").sources() == [("w", Box.whole(huge.shape))]
+
+
+def test_a_permutation_needs_one_temporary():
+    source = Source("w", (1024, 1024), "float32")
+    permuted = rearranged(source, "(head pair two) ... -> (head two pair) ...", head=8, two=2)
+    out = np.empty(source.shape, np.float32)
+    tracemalloc.start()
+    try:
+        plan = permuted.plan(Box.whole(source.shape), out)
+        assert len(plan.pieces) == 1
+        assert tracemalloc.get_traced_memory()[1] < 1.1 * out.nbytes
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("box", [Box((0,), (1,)), Box((0, 0), (5, 1)), Box((-1, 0), (1, 1))])
@@ -635,6 +656,16 @@ def test_every_operation_undoes_its_inverse(op):
     same(apply_all(rules.invert(map_), there, variables), {"x": array})
 
 
+def test_the_inverse_of_several_operations_is_in_reverse_order():
+    turn, narrow = {"op": "transpose", "axes": [1, 0]}, {"op": "slice", "dim": 0, "size": 3, "of": 3}
+    flat = {"op": "rearrange", "pattern": "a b -> (a b)", "sizes": {"a": 3}}
+    for step in ("each", "ops", "then"):
+        map_ = a_map({"from": "x", "to": "y", step: [turn, narrow, flat]})
+        there = apply_all(map_, {"x": numbered(4, 3)})
+        assert there["y"].tolist() == numbered(4, 3).T.reshape(-1).tolist()
+        same(apply_all(rules.invert(map_), there), {"x": numbered(4, 3)})
+
+
 def test_rearrange_equals_the_loops():
     array = numbered(6, 5)
     got = apply_all(
@@ -702,6 +733,13 @@ def test_variables_come_from_the_config_and_from_each_other():
         vars={"heads": "num_attention_heads", "size": "head_dim or hidden_size // heads"},
     )
     assert view["y"].shape == (4, 3, 1)
+
+
+def test_the_example_in_the_documentation():
+    with open(os.path.join(os.path.dirname(__file__), "..", "docs", "rules.md"), encoding="utf-8") as file:
+        page = file.read()
+    document, example = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("json", "python"))
+    exec(compile(example, "docs/rules.md", "exec"), {"text": document})
 
 
 # --- tied weights -----------------------------------------------------------------------------------------------------

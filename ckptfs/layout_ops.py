@@ -29,6 +29,7 @@ from ckptfs.expr import Expr
 
 Json = dict[str, Any]
 _FORMULA_LENGTH = 200
+_DEEPEST = 16  # variables defined by variables
 _LARGEST = 1 << 53  # beyond it, JSON numbers are not integers everywhere
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: lambda a, b: a + b,
@@ -48,20 +49,30 @@ class Variables:
     def __init__(self, given: Mapping[str, Any], derived: Mapping[str, Formula]) -> None:
         self._given = {name: int(value) for name, value in given.items() if isinstance(value, int)}
         self._derived = derived
+        self._found: dict[str, int | str] = {}  # values, or why there is none: hostile maps ask the same 2**n times
         self._open: list[str] = []
 
     def __getitem__(self, name: str) -> int:
         if name in self._given:
             return self._given[name]
+        if name not in self._found:
+            self._found[name] = self._derive(name)
+        found = self._found[name]
+        if isinstance(found, str):
+            raise UnknownVariableError(found)
+        return found
+
+    def _derive(self, name: str) -> int | str:
         if name not in self._derived:
-            raise UnknownVariableError(
-                f"the map needs the variable {name!r}: pass it in `vars`, or store config.json with the step"
-            )
-        if name in self._open:
-            raise MismatchError(f"the map defines {name!r} by itself: {' -> '.join([*self._open, name])}")
+            return f"the map needs the variable {name!r}: pass it in `vars`, or store config.json with the step"
+        if name in self._open or len(self._open) > _DEEPEST:
+            chain = " -> ".join([*self._open[:8], name])
+            raise MismatchError(f"the map defines {name!r} by itself, or through too many others: {chain}")
         self._open.append(name)
         try:
             return self._derived[name].value(self)
+        except UnknownVariableError as e:
+            return str(e)
         finally:
             self._open.pop()
 
@@ -221,7 +232,7 @@ class Op(ABC):
 class Transpose(Op):
     axes: tuple[int, ...]
 
-    def apply(self, array: Expr, variables: Variables) -> Expr:  # noqa: ARG002 - one signature for all
+    def apply(self, array: Expr, variables: Variables) -> Expr:
         return expr.transpose(array, self.axes)
 
     def inverse(self) -> Op:
@@ -320,7 +331,7 @@ class Cast(Op):
     to: str
     was: str | None
 
-    def apply(self, array: Expr, variables: Variables) -> Expr:  # noqa: ARG002 - one signature for all
+    def apply(self, array: Expr, variables: Variables) -> Expr:
         if self.was is not None and array.dtype != self.was:
             raise MismatchError(f"cast expects {self.was}, found {array.dtype}")
         return expr.cast(array, self.to)

@@ -31,6 +31,7 @@ from ckptfs.layout_ops import Fields, Formula, Json, Op, Variables, parse_op, wi
 VERSION = 1
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(:int|\.\.\.)?\}")
 _KINDS = {":int": "(0|[1-9][0-9]{0,17})", "...": "(.+)", None: "([^./]+)"}
+_FREE = 4  # more placeholders for text would make matching slow, for names chosen to be so
 Bindings = dict[str, str]
 Key = tuple[tuple[str, str], ...]
 T = TypeVar("T")
@@ -52,6 +53,10 @@ class Pattern:
             raise FormatError(f"{self.text[:80]!r} is no name pattern; placeholders are {kinds}")
         if len(set(self.names)) != len(self.names):
             raise FormatError(f"{self.text[:80]!r} uses a placeholder twice")
+        if "}{" in self.text or sum(kind != ":int" for kind in self.kinds.values()) > _FREE:
+            raise FormatError(
+                f"{self.text[:80]!r} is ambiguous: placeholders side by side, or more than {_FREE} of text"
+            )
         object.__setattr__(self, "_regex", re.compile(self._expression(), re.DOTALL | re.ASCII))
         object.__setattr__(self, "_prefix", self.text.split("{", 1)[0])
 

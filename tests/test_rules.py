@@ -742,6 +742,19 @@ def test_the_example_in_the_documentation():
     exec(compile(example, "docs/rules.md", "exec"), {"text": document})
 
 
+def test_hostile_variables_end_soon():
+    ask = {"from": "x", "to": "y", "ops": [{"op": "slice", "size": "v0"}]}
+    chain = {f"v{i}": f"v{i + 1}" for i in range(5000)}
+    with pytest.raises(MismatchError, match="too many others"):
+        mapped({"x": numbered(2)}, ask, vars=chain)
+    twice = {f"v{i}": f"v{i + 1} or v{i + 1}" for i in range(14)}
+    with pytest.raises(MismatchError, match="'v14'"):
+        mapped({"x": numbered(2)}, ask, vars=twice)
+    sums = {f"v{i}": f"v{i + 1} + v{i + 1} - v{i + 1}" for i in range(14)} | {"v14": 2}
+    view, _ = mapped({"x": numbered(2)}, ask, vars=sums)
+    assert view["y"].shape == (2,)
+
+
 # --- tied weights -----------------------------------------------------------------------------------------------------
 
 DROP = {"from": "output", "drop_if_equal": "embed"}
@@ -962,6 +975,8 @@ MALFORMED = {
     "a placeholder not closed": (one_rule(to="w{i"), "no name pattern"),
     "a placeholder of unknown kind": (one_rule(**{"from": "w{i:float}"}), "no name pattern"),
     "a placeholder twice": (one_rule(**{"from": "{i}.{i}"}), "twice"),
+    "placeholders side by side": (one_rule(**{"from": "{a}{b}"}), "ambiguous"),
+    "too many placeholders": (one_rule(**{"from": "{a}x{b}x{c}x{d}x{e}"}), "ambiguous"),
     "a placeholder that from lacks": (one_rule(to="w{i}"), "placeholder that `from` does not have"),
     "several sources without concat": (one_rule(**{"from": ["a", "b"]}), "need `concat`"),
     "a concat of one": (one_rule(concat={}), "concat needs several"),

@@ -25,7 +25,9 @@ _PUBLIC = {
     "load": "ckptfs.run",
     "open": ("ckptfs.run", "open_url"),
     "register": "ckptfs.tree",
+    "restore": "ckptfs.training",
     "save": "ckptfs.run",
+    "state_of": "ckptfs.training",
 }
 __all__ = sorted([*_PUBLIC, "__version__"])  # noqa: PLE0605
 

@@ -17,7 +17,7 @@ ROWS = [
     "__main__ cli ckptfs_fuse serve adapters convert",
     "ckptfs",
     "views",
-    "run",
+    "run training",
     "checkpoint save load",
     "write commit read",
     "stage ranks storage zarr_dtypes zarr_plugin maps",

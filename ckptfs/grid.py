@@ -97,7 +97,8 @@ class Layout:
     @cached_property
     def exact(self) -> bool:
         """Whether the only file is exactly the tensor's bytes."""
-        return not self.many and not self.compressed and self.nbytes > 0 and not self.sharded
+        plain = not self.many and not self.compressed and not self.sharded
+        return plain and 0 < self.nbytes == self.logical_bytes
 
     @cached_property
     def row_major(self) -> bool:

@@ -334,6 +334,12 @@ def test_a_small_array_is_exactly_its_file():
     assert layout.file_bytes() == 300 * 7 * 4
 
 
+def test_a_padded_file_is_not_exactly_the_tensor():
+    layout = Layout((1,), 1, (2,), (2,))
+    assert not layout.sharded
+    assert not layout.exact
+
+
 def test_an_empty_array_has_no_file_and_a_scalar_one():
     assert choose((3, 0), 4).files == 0
     assert choose((), 4).files == 1

@@ -42,7 +42,10 @@ class FsspecStore(Store):
         return f"FsspecStore({self.url!r})"
 
     def _key(self, path: str) -> str:
-        return f"{self._root}/{check_path(path)}" if path else self._root
+        return f"{self._root}/{check_path(path)}"
+
+    def _folder(self, prefix: str) -> str:
+        return self._key(prefix) if prefix else self._root
 
     def _where(self, path: str) -> str:
         return f"{self.url}/{path}" if path else self.url
@@ -63,23 +66,27 @@ class FsspecStore(Store):
         # Cut at the end here: servers answer a range past the end with an error, or with less, or with everything.
         size = self.size(path)
         end = size if stop is None else min(stop, size)
-        return bytes(self._ask("reading", path, lambda: self._fs.cat_file(key, start, end))) if start < end else b""
+        return (
+            bytes(self._ask("reading", path, lambda: self._fs.cat_file(key, start=start, end=end)))
+            if start < end
+            else b""
+        )
 
     def read_into(self, path: str, offset: int, into: memoryview) -> None:
         check_range(path, offset, None)
         view = memoryview(into).cast("B")
-        key = self._key(path)
+        key, end = self._key(path), offset + len(view)
         try:
-            data = self._ask("reading", path, lambda: self._fs.cat_file(key, offset, offset + len(view)))
+            data = self._ask("reading", path, lambda: self._fs.cat_file(key, start=offset, end=end))
         except NotFoundError:
             raise
         except StorageError:
             data = b""  # the range may lie past the end; if it does not, the failure stands
-            if offset + len(view) <= self.size(path):
+            if end <= self.size(path):
                 raise
         if len(data) != len(view) or not view:
             size = self.size(path)
-            if offset + len(view) > size:
+            if end > size:
                 raise truncated(self._where(path), offset, len(view), max(0, size - offset))
         if len(data) != len(view):
             failure = StorageError(f"reading {self._where(path)}: {len(data)} bytes came, {len(view)} were asked for")
@@ -116,7 +123,7 @@ class FsspecStore(Store):
         return int(found["size"])
 
     def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
-        key = self._key(check_path(prefix, empty_ok=True))
+        key = self._folder(prefix)
         self._fs.invalidate_cache(key)
         try:
             found = self._ask("listing", prefix, lambda: self._fs.find(key, detail=True))
@@ -126,7 +133,7 @@ class FsspecStore(Store):
         return iter(sorted((join(prefix, path), size) for path, size in below if path and not path.endswith("/")))
 
     def children(self, prefix: str = "") -> tuple[Names, Names]:
-        key = self._key(check_path(prefix, empty_ok=True))
+        key = self._folder(prefix)
         self._fs.invalidate_cache(key)
         try:
             found = self._ask("listing", prefix, lambda: self._fs.ls(key, detail=True))

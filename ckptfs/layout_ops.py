@@ -9,6 +9,7 @@ A formula is an integer, or a text over variables: `n_heads * head_dim`, `head_d
     {"op": "slice" | "pad", "dim": 0, "start": 0, "size": SMALL, "of": LARGE}
     {"op": "cast", "to": "float32", "was": "bfloat16"}
 
+Where a rule has several parts, `"parts": [0, 1]` says for which of them an operation is.
 `was` and `of` say what the other side looks like; only the inverse needs them. Parsing is validation: what is not
 exactly one of these is a FormatError. What does not fit the arrays at hand is a MismatchError.
 """
@@ -461,8 +462,31 @@ def _with_rest(side: Side, names: tuple[str, ...]) -> Side:
     return tuple(part for dim in side for part in ([(n,) for n in names] if dim == (_REST,) else [dim]))
 
 
-def parse_op(data: object, where: str) -> Op:
+@dataclass(frozen=True)
+class OnParts(Op):
+    """An operation on some of the parts that a rule joins or splits into; the others stay as they are."""
+
+    op: Op
+    parts: tuple[int, ...]
+
+    def apply(self, array: Expr, variables: Variables) -> Expr:
+        return self.op.apply(array, variables)
+
+    def inverse(self) -> Op:
+        return OnParts(self.op.inverse(), self.parts)
+
+    def to_json(self) -> Json:
+        return self.op.to_json() | {"parts": list(self.parts)}
+
+
+def parse_op(data: object, where: str, parts: int = 1) -> Op:
+    """An operation; where it stands for several parts, it may say for which of them it is."""
     fields = Fields(data, where)
+    chosen = fields.take("parts", list, None) if parts > 1 else None
+    if chosen is not None and not (
+        all(type(at) is int and 0 <= at < parts for at in chosen) and 0 < len(set(chosen)) == len(chosen)
+    ):
+        raise FormatError(f"{where}.parts: {_short(chosen)} is no choice of the parts 0 to {parts - 1}")
     kind = fields.take("op", str)
     parsers: dict[str, Callable[[Fields], Op]] = {
         "rearrange": Rearrange.parse,
@@ -476,4 +500,4 @@ def parse_op(data: object, where: str) -> Op:
         raise FormatError(f"{where}.op: unknown operation {_short(kind)}; known: {', '.join(parsers)}")
     op = parsers[kind](fields)
     fields.end()
-    return op
+    return op if chosen is None else OnParts(op, tuple(chosen))

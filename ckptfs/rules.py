@@ -26,7 +26,7 @@ from ckptfs import dtypes, expr
 from ckptfs.box import boxes_of_range
 from ckptfs.errors import FormatError, MismatchError
 from ckptfs.expr import Expr, Fetch, Source
-from ckptfs.layout_ops import Fields, Formula, Json, Op, Variables, parse_op, without_none
+from ckptfs.layout_ops import Fields, Formula, Json, OnParts, Op, Variables, parse_op, without_none
 
 VERSION = 1
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(:int|\.\.\.)?\}")
@@ -212,10 +212,12 @@ class Drop:
     origin: Pattern
     equal: Pattern
     condition: Condition | None
+    one_way: bool = False
 
     def to_json(self) -> Json:
-        parts = {"from": self.origin.text, "drop_if_equal": self.equal.text}
-        return parts | (self.condition.to_json() if self.condition else {})
+        parts: Json = {"from": self.origin.text, "drop_if_equal": self.equal.text}
+        parts |= self.condition.to_json() if self.condition else {}
+        return parts | ({"one_way": True} if self.one_way else {})
 
 
 @dataclass(frozen=True)
@@ -377,7 +379,8 @@ def _parse_rule(data: object, where: str) -> AnyRule:
 
 
 def _parse_drop(fields: Fields) -> Drop:
-    rule = Drop(Pattern(fields.take("from", str)), Pattern(fields.take("drop_if_equal", str)), _condition(fields))
+    origin, equal = Pattern(fields.take("from", str)), Pattern(fields.take("drop_if_equal", str))
+    rule = Drop(origin, equal, _condition(fields), fields.take("one_way", bool, False))
     if not set(rule.equal.names) <= set(rule.origin.names):
         raise FormatError(f"{fields.where}.drop_if_equal uses a placeholder that `from` does not have")
     return rule
@@ -401,8 +404,9 @@ def _patterns(fields: Fields, key: str) -> tuple[Pattern, ...]:
     return tuple(Pattern(text) for text in texts)
 
 
-def _ops(fields: Fields, key: str) -> tuple[Op, ...]:
-    return tuple(parse_op(op, f"{fields.where}.{key}[{i}]") for i, op in enumerate(fields.take(key, list, [])))
+def _ops(fields: Fields, key: str, parts: int = 1) -> tuple[Op, ...]:
+    ops = enumerate(fields.take(key, list, []))
+    return tuple(parse_op(op, f"{fields.where}.{key}[{i}]", parts) for i, op in ops)
 
 
 def _optional(fields: Fields, key: str, make: Callable[[object, str], T]) -> T | None:
@@ -414,13 +418,13 @@ def _parse_mapping(fields: Fields) -> Rule:
     rule = Rule(
         origin=origin,
         to=to,
-        each=_ops(fields, "each"),
+        each=_ops(fields, "each", len(origin)),
         stack=_optional(fields, "stack", Pile.parse),
         concat=_optional(fields, "concat", lambda data, where: Parts.parse(data, where, len(origin))),
         ops=_ops(fields, "ops"),
         split=_optional(fields, "split", lambda data, where: Parts.parse(data, where, len(to))),
         unstack=_optional(fields, "unstack", Pile.parse),
-        then=_ops(fields, "then"),
+        then=_ops(fields, "then", len(to)),
         condition=_condition(fields),
         one_way=fields.take("one_way", bool, False),
     )
@@ -593,13 +597,13 @@ class _Compiler:
         array = self._concat(rule, columns) if rule.concat else columns[0]
         array = self._apply(rule.ops, array)
         parts = self._split(array, rule.split, len(rule.to)) if rule.split else [array]
-        for pattern, part in zip(rule.to, parts, strict=True):
+        for at, (pattern, part) in enumerate(zip(rule.to, parts, strict=True)):
             if rule.unstack is None:
-                yield pattern.fill(key), self._apply(rule.then, part)
+                yield pattern.fill(key), self._apply(rule.then, part, at)
                 continue
             for index in range(self._count(rule.unstack, part)):
                 one = expr.pick(part, rule.unstack.dim, index)
-                yield pattern.fill(key | {rule.unstack.over: str(index)}), self._apply(rule.then, one)
+                yield pattern.fill(key | {rule.unstack.over: str(index)}), self._apply(rule.then, one, at)
 
     def _column(self, rule: Rule, at: int, key: Bindings, members: list[tuple[int, Bindings, str]]) -> Expr:
         """The sources of one `from` pattern as one array."""
@@ -607,7 +611,7 @@ class _Compiler:
         if rule.stack is None:
             names = [name for i, _, name in members if i == at]
             self._missing([] if names else [pattern.fill(key)])
-            return self._source(rule, names[0])
+            return self._source(rule, at, names[0])
         over = rule.stack.over
         numbered = {int(bindings[over]): name for i, bindings, name in members if i == at}
         count = rule.stack.count
@@ -618,20 +622,21 @@ class _Compiler:
         if wanted > 2 * len(self.seen) + 1:  # a stray number must not make a list of billions
             raise MismatchError(f"{pattern.fill(key)}: {wanted} members are expected, {len(numbered)} are there")
         self._missing([pattern.fill(key | {over: str(i)}) for i in range(wanted) if i not in numbered])
-        return expr.stack([self._source(rule, numbered[i]) for i in range(wanted)], rule.stack.dim)
+        return expr.stack([self._source(rule, at, numbered[i]) for i in range(wanted)], rule.stack.dim)
 
     def _missing(self, names: list[str]) -> None:
         if names:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise MismatchError(f"missing sources: {', '.join(names[:8])}{more}")
 
-    def _source(self, rule: Rule, name: str) -> Expr:
+    def _source(self, rule: Rule, at: int, name: str) -> Expr:
         shape, dtype = _described(self.sources[self.seen[name]])
-        return self._apply(rule.each, Source(self.seen[name], shape, dtype))
+        return self._apply(rule.each, Source(self.seen[name], shape, dtype), at)
 
-    def _apply(self, ops: tuple[Op, ...], array: Expr) -> Expr:
+    def _apply(self, ops: tuple[Op, ...], array: Expr, part: int = 0) -> Expr:
         for op in ops:
-            array = op.apply(array, self.variables)
+            if not isinstance(op, OnParts) or part in op.parts:
+                array = op.apply(array, self.variables)
         return array
 
     def _concat(self, rule: Rule, columns: list[Expr]) -> Expr:
@@ -710,7 +715,7 @@ def invert(rules: Map) -> Map:
     """
     inverted: list[AnyRule] = []
     for number, rule in enumerate(rules.rules):
-        if isinstance(rule, Ignore) or (isinstance(rule, Rule) and rule.one_way):
+        if isinstance(rule, Ignore) or (isinstance(rule, Rule | Drop) and rule.one_way):
             continue
         try:
             inverted.append(_inverse_rule(rule))

@@ -373,6 +373,21 @@ def as_titan(hf, c):
     return out
 
 
+def as_newer_titan(hf, c):
+    """The attention inputs fused in groups, in a submodule, and an output layer named as Hugging Face's."""
+    out = as_titan(hf, c)
+    out["lm_head.weight"] = out.pop("output.weight")
+    size, per_group = c["head_dim"], c["num_attention_heads"] // c["num_key_value_heads"]
+    for i in range(c["num_hidden_layers"]):
+        q, k, v = (out.pop(f"layers.{i}.attention.w{p}.weight") for p in "qkv")
+        fused = []
+        for g in range(c["num_key_value_heads"]):
+            fused.append(q[g * per_group * size : (g + 1) * per_group * size])
+            fused += [k[g * size : (g + 1) * size], v[g * size : (g + 1) * size]]
+        out[f"layers.{i}.attention.qkv_linear.wqkv.weight"] = np.concatenate(fused)
+    return out
+
+
 def padded_rows(weight, rows):
     out = np.zeros((rows, weight.shape[1]), weight.dtype)
     out[: len(weight)] = weight
@@ -491,6 +506,18 @@ def test_random_slices_of_the_built_in_maps(name, config, data):
     view = rules.compile_map(maps.load(name), store.described, config)
     target = data.draw(st.sampled_from(sorted(view)))
     check(view[target], hf[target], data.draw(boxes(hf[target].shape)), store, bound=2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(config=llamas())
+def test_newer_names_of_torchtitan(config):
+    hf = hf_llama(config)
+    newer = as_newer_titan(hf, config)
+    assert maps.detect(newer) == "llama-torchtitan"
+    same(apply_all(maps.load("llama-torchtitan"), newer, config), hf)
+    nested = {name.replace("attention.w", "attention.qkv_linear.w"): a for name, a in as_titan(hf, config).items()}
+    nested = {name.replace("qkv_linear.wo", "wo"): a for name, a in nested.items()}
+    same(apply_all(maps.load("llama-torchtitan"), nested, config), hf)
 
 
 # --- and with the real thing ----------------------------------------------------------------------------------------
@@ -678,6 +705,15 @@ def test_rearrange_equals_the_loops():
         for q in range(3):
             for r in range(5):
                 assert got[r, q * 2 + p] == array[p * 3 + q, r]
+
+
+def test_an_operation_on_some_of_the_parts():
+    turn = {"op": "transpose", "axes": [1, 0], "parts": [1]}
+    map_ = a_map({"from": "w", "to": ["a", "b"], "split": {}, "then": [turn]})
+    assert rules.loads(rules.dumps(map_)) == map_
+    parts = apply_all(map_, {"w": numbered(4, 3)})
+    same(parts, {"a": numbered(2, 3), "b": numbered(2, 3, start=6).T})
+    same(apply_all(rules.invert(map_), parts), {"w": numbered(4, 3)})
 
 
 def test_parts_of_uneven_sizes_split_and_join_again():
@@ -1001,6 +1037,15 @@ MALFORMED = {
     "an operation without a name": (one_op(axes=[0]), "'op' is missing"),
     "axes that are no order": (one_op(op="transpose", axes=[0, 2]), "order of dimensions"),
     "axes that are no numbers": (one_op(op="transpose", axes=["0", None]), "order of dimensions"),
+    "parts where there is one": (one_op(op="transpose", axes=[0], parts=[0]), "unknown 'parts'"),
+    "parts that are not there": (
+        one_rule(to=["a", "b"], split={}, then=[{"op": "transpose", "axes": [0], "parts": [2]}]),
+        "no choice of the parts",
+    ),
+    "parts that are none": (
+        one_rule(to=["a", "b"], split={}, then=[{"op": "transpose", "axes": [0], "parts": []}]),
+        "no choice of the parts",
+    ),
     "an unknown element type": (one_op(op="cast", to="float12"), "unknown element type"),
     "a slice without a size": (one_op(op="slice"), "'size' is missing"),
     "a pad without a length": (one_op(op="pad", size=1), "'of' is missing"),

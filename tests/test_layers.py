@@ -17,10 +17,10 @@ ROWS = [
     "__main__ cli ckptfs_fuse serve adapters convert",
     "ckptfs",
     "views",
-    "run training",
+    "run training watch diff verify",
     "checkpoint save load",
-    "write commit read",
-    "stage ranks storage zarr_dtypes zarr_plugin maps",
+    "write commit read lease",
+    "stage ranks storage zarr_dtypes zarr_plugin maps progress",
     "shards",
     "tree tags saveplan loadplan",  # from here on: pure
     "grid codec zarr3 manifest rules layout_ops expr",

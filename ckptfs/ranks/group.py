@@ -2,7 +2,7 @@
 
 The keys live in the store that `init_process_group` made, under a prefix. It is new after an elastic restart:
 torchrun makes one for each attempt, and a store in which another attempt's keys are left would already break torch's
-own handshake. TORCHELASTIC_RESTART_COUNT is not used to tell attempts apart: agents that joined later count differently.
+own handshake. TORCHELASTIC_RESTART_COUNT does not tell attempts apart: agents that joined later count differently.
 What a rank remembers of earlier rounds belongs to one store, known by a nonce in it, so it survives
 destroy_process_group() and a new group over the same store, and is forgotten with another store.
 """

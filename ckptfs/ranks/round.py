@@ -17,9 +17,11 @@ Keys of a topic, below `<digest of topic>/`:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
+import math
 import secrets
 import struct
 import threading
@@ -102,7 +104,6 @@ class Round:
             # Superseded: what became of that round is in the history, so act as if it had not been joined.
             self._topic.last_seq = known_seq
             self._drop_own()
-            drop_log(self.group.kv, self.key("hi"))
         if answer[:1] == b"\1":
             self._verdict = from_dict(json.loads(answer[1:])), b""
             self._state = "judged"
@@ -120,6 +121,9 @@ class Round:
         self.seq, self.save_id = opening.seq, opening.save_id
         self._topic.last_seq = self.seq
         self._beats.start()
+        self._say_hello(hello)
+
+    def _say_hello(self, hello: bytes) -> None:
         self.group.kv.append(self.key("hi"), _HELLO.pack(self.group.rank, self.step, len(hello)) + hello)
 
     def _await_round(self, limit_s: float) -> tuple[Now, bytes]:
@@ -180,13 +184,16 @@ class Round:
     def fetch(self, key: str, timeout_s: float | None = None) -> bytes:
         """What some rank shared under this name; raises when the round fails meanwhile."""
         self._only("fetch", "entered")
-        limit_s = time.monotonic() + (self.timeouts.progress_timeout_s if timeout_s is None else timeout_s)
+        wait_s = self.timeouts.progress_timeout_s if timeout_s is None else timeout_s
+        ends_s = time.monotonic() + wait_s
         with self._naming_the_store():
-            for _ in self._patience(f"data {key}", limit_s):
+            for _ in self._patience("data", None):
                 data = take_value(self.group.kv, self.key(f"d/{key}"))
                 if data is not None:
                     return data
                 self.check()
+                if time.monotonic() > ends_s:
+                    raise self._failed({self.group.rank: f"got no data {key} from any rank within {wait_s:g} s"})
         raise CkptError("unreachable: patience ends by raising")
 
     # -- while working
@@ -362,6 +369,8 @@ class Round:
             if looking and self.group.rank != 0:
                 next_look_s = time.monotonic() + look_s
                 self._look_at_leader(watch, what)
+            elif looking:
+                next_look_s = time.monotonic() + look_s
             if ends_s is not None and time.monotonic() > ends_s:
                 raise self._leader_lost(what, f"no {what} from it within {self._elapsed_s():.0f} s")
             pauses.pause()
@@ -369,7 +378,10 @@ class Round:
     def _look_at_leader(self, watch: PeerWatch, what: str) -> None:
         data = self.group.kv.get_many([self.key("b/0")])[0]
         watch.look({0: Beat.unpack(data) if data else None}, time.monotonic())
-        wrong = watch.judge(0, self.timeouts, grace_s=self.timeouts.grace_s)
+        # Before all have entered there is no progress to expect of the leader: the late ones are what it waits for.
+        patience_s = math.inf if what == "answer" else self.timeouts.progress_timeout_s
+        timeouts = dataclasses.replace(self.timeouts, progress_timeout_s=patience_s)
+        wrong = watch.judge(0, timeouts, grace_s=self.timeouts.grace_s)
         if wrong is not None:
             raise self._leader_lost(what, wrong)
 
@@ -408,10 +420,11 @@ class LeaderRound(Round):
         self.save_id = secrets.token_hex(8)
         self.opening = info
         self._beats.start()  # before the opening: who reads that watches our beats
+        self._say_hello(hello)
         self._now = Now(self.seq, self.step, self.save_id, open=True, history=history)
         kv.set(f"{self._base}/now", self._now.pack(info))
         try:
-            self.hellos = self._await_hellos(hello)
+            self.hellos = self._await_hellos()
         except CkptError as error:
             put_value(kv, self.key("all"), b"\1" + json.dumps(error.to_dict()).encode())
             self.publish(error)
@@ -431,11 +444,11 @@ class LeaderRound(Round):
         self._topic.unswept.append(now.seq)
         return now.ended(SaveError("the process that led the save was restarted before it had a verdict")).history
 
-    def _await_hellos(self, hello: bytes) -> list[bytes]:
+    def _await_hellos(self) -> list[bytes]:
         limit_s = self._enter_limit_s()
         pauses = Pauses(self.group.size)
         while True:
-            there = {0: (self.step, hello)} | self._read_hellos()
+            there = self._read_hellos()
             others = {rank: step for rank, (step, _) in there.items() if step != self.step}
             if others:
                 said = ", ".join(f"rank {rank} wants step {step}" for rank, step in sorted(others.items())[:8])
@@ -578,7 +591,7 @@ class LeaderRound(Round):
     def _sweep(self) -> None:
         """Remove what earlier rounds left. All ranks are in this one, so none of them reads there any more."""
         for seq in self._topic.unswept:
-            if not self.group.kv.check(f"{self._base}/{seq}/hi"):
+            if not self.group.kv.log(f"{self._base}/{seq}/hi"):
                 continue  # the last to leave removed all
             for line in self.group.kv.log(f"{self._base}/{seq}/shared").splitlines():
                 drop_value(self.group.kv, f"{self._base}/{seq}/d/{json.loads(line)}")

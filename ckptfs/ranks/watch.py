@@ -103,8 +103,8 @@ class _Seen:
 class PeerWatch:
     """Tells ranks that live, lag, hang and died apart, from their beats alone.
 
-    A gap between two looks counts for `max_gap_s` at most: a longer one means that *we* were stopped or starved, perhaps
-    together with everybody else.
+    A gap between two looks counts for `max_gap_s` at most: a longer one means that *we* were stopped or starved,
+    perhaps together with everybody else.
     """
 
     def __init__(self, ranks: Iterable[int], now_s: float, *, max_gap_s: float) -> None:

@@ -1,11 +1,11 @@
-"""Checkpoints of distributed training as plain Zarr v3: saved in parallel, loaded into any layout, sliced and mounted."""
+"""Checkpoints of distributed training as plain Zarr v3: saved in parallel, loaded anywhere, sliced, mounted."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-from ckptfs.version import __version__
+from ckptfs.version import __version__ as __version__
 
 # name → module; imported at first use, so that `import ckptfs` stays quick and pulls in nothing heavy.
 _PUBLIC = {

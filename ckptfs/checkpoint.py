@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -158,7 +158,7 @@ class Checkpoint(Mapping[str, Array]):
     def close(self) -> None:
         self._reader.close()
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -238,7 +238,7 @@ class Checkpoint(Mapping[str, Array]):
             value = torch.nn.Parameter(value, requires_grad=param.dtype.name.startswith(("float", "bfloat", "complex")))
         return value
 
-    def load(  # noqa: PLR0913
+    def load(
         self,
         value: Any,
         *,

@@ -11,7 +11,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -34,7 +34,7 @@ _HASH = re.compile(r"[0-9a-f]{32}\Z")
 _SEGMENT = re.compile(r"[^/\\\x00-\x1f\x7f]{1,255}\Z")
 
 
-def digest(data: bytes | memoryview | np.ndarray[Any, Any]) -> bytes:
+def digest(data: Any) -> bytes:
     """The checksum of the format: xxh3, 128 bits."""
     return xxhash.xxh3_128_digest(data)
 
@@ -264,8 +264,8 @@ def _parse(raw: bytes) -> Manifest:
     )
 
 
-def _param(name: str, entry: object) -> Param:
-    entry = _typed(entry, dict, "entry")
+def _param(name: str, raw: object) -> Param:
+    entry: dict[str, Any] = _typed(raw, dict, "entry")
     unknown = entry.keys() - {
         "dtype",
         "shape",
@@ -279,7 +279,7 @@ def _param(name: str, entry: object) -> Param:
         "zarr_xxh3",
     }
     if any(not key.startswith("x-") for key in unknown):
-        raise FormatError(f"unknown key {sorted(unknown)[0]!r}")
+        raise FormatError(f"unknown key {min(unknown)!r}")
     dtype = dtypes.BY_NAME.get(_typed(entry.get("dtype"), str, "dtype"))
     if dtype is None:
         raise FormatError(f"unknown dtype {entry['dtype']!r}")
@@ -315,7 +315,7 @@ def _check_sum(layout: Layout, codec: Codec | None, runs: tuple[tuple[int, int],
         if runs:
             raise FormatError("an empty array has no extents")
         return
-    if layout.many and layout.blocks > _LIMIT >> 32 or layout.sharded and layout.chunks_per_block > MAX_CHUNKS << 8:
+    if (layout.many and layout.blocks > _LIMIT >> 32) or (layout.sharded and layout.chunks_per_block > MAX_CHUNKS << 8):
         raise FormatError("absurdly many blocks or chunks")
     total = sum(length * n for length, n in runs)
     if not layout.many:
@@ -346,7 +346,7 @@ def check_relative(path: str) -> None:
 def _check_paths(params: dict[str, Param]) -> None:
     """No two arrays share a folder, and none lies inside another."""
     paths = sorted(param.path.split("/") for param in params.values())
-    for one, two in zip(paths, paths[1:], strict=False):
+    for one, two in pairwise(paths):
         if two[: len(one)] == one:
             raise FormatError(f"two arrays at {'/'.join(one)!r}")
     for path in paths:

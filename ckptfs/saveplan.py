@@ -11,7 +11,7 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import pairwise, product
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
@@ -247,7 +247,7 @@ class Options:
     raw: frozenset[str] = frozenset()  # arrays for which compression does not pay
 
 
-def plan(  # noqa: PLR0913
+def plan(
     descriptions: Sequence[tuple[Sequence[Desc], dict[str, str]]], of_rank: Sequence[int], rank: int, options: Options
 ) -> SavePlan:
     """The part of `rank`, when rank r has given `descriptions[of_rank[r]]`."""
@@ -320,7 +320,7 @@ def _unit_at_or_after(first: int, position: int, size: int) -> int:
 def cut(start: int, stop: int, size: int) -> list[tuple[int, int]]:
     """[start, stop) cut at the multiples of `size`."""
     edges = [start, *range((start // size + 1) * size, stop, size), stop]
-    return list(zip(edges, edges[1:], strict=False)) if start < stop else []
+    return list(pairwise(edges)) if start < stop else []
 
 
 def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -337,7 +337,7 @@ def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def _gather(
     descriptions: Sequence[tuple[Sequence[Desc], dict[str, str]]], of_rank: Sequence[int]
 ) -> dict[str, list[tuple[Desc, list[int]]]]:
-    """name → its distinct descriptions, each with the ranks that gave it; contradictions are errors."""
+    """Name → its distinct descriptions, each with the ranks that gave it; contradictions are errors."""
     ranks_of: dict[int, list[int]] = defaultdict(list)
     for r, which in enumerate(of_rank):
         ranks_of[which].append(r)
@@ -459,7 +459,7 @@ def with_raw(
 
 def matches(name: str, pattern: str) -> bool:
     """Shell-style patterns over whole names (`*` also crosses slashes)."""
-    from fnmatch import fnmatchcase  # noqa: PLC0415
+    from fnmatch import fnmatchcase
 
     return fnmatchcase(name, pattern)
 

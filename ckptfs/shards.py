@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from ckptfs.saveplan import Desc, boxes_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ckptfs.saveplan import Spread
+
 
 @dataclass(frozen=True)
 class FlatShard:
@@ -29,6 +31,20 @@ class FlatShard:
     data: Any
     shape: tuple[int, ...]
     start: int
+    is_ckptfs_array: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """This rank's part of an array, spread as `spread` says (see saveplan): for frameworks that have no DTensor.
+
+    `data` is the local array as the mesh makes it; for boxes, a list with one array a box.
+    """
+
+    data: Any
+    shape: tuple[int, ...]
+    spread: Spread
+    is_ckptfs_array: ClassVar[bool] = True
 
 
 @dataclass
@@ -44,6 +60,8 @@ def hold(name: str, value: Any, rank: int) -> Held:
     """Describe a leaf of a tree. Refuses what has no definite value (Partial, meta tensors) with a hint."""
     if isinstance(value, FlatShard):
         return _flat(name, value)
+    if isinstance(value, LocalShard):
+        return _local(name, value, rank)
     if isinstance(value, np.ndarray):
         dtype = dtypes.of(value.dtype)
         return Held(Desc(name, dtype.name, value.shape, ["whole"]), [(Box.whole(value.shape), value)], value)
@@ -78,7 +96,10 @@ def _dtensor(name: str, value: Any, rank: int) -> Held:
     for placement in value.placements:
         kind = type(placement).__name__
         if placement.is_partial():
-            msg = f"{name!r} has the placement {placement}: its value is a sum that is not computed yet; call .redistribute() or .full_tensor() first"
+            msg = (
+                f"{name!r} has the placement {placement}: its value is a sum that is not computed yet; "
+                "call .redistribute() or .full_tensor() first"
+            )
             raise MismatchError(msg)
         if placement.is_replicate():
             places.append("R")
@@ -92,7 +113,7 @@ def _dtensor(name: str, value: Any, rank: int) -> Held:
             )
     mesh = value.device_mesh
     ranks = mesh.mesh.flatten().tolist()
-    if len(ranks) != 2 and ranks == list(range(ranks[0], ranks[0] + len(ranks))):  # noqa: PLR2004 - see saveplan.Mesh
+    if len(ranks) != 2 and ranks == list(range(ranks[0], ranks[0] + len(ranks))):
         ranks = [ranks[0], len(ranks)]
     shape = tuple(value.shape)
     spread = ["mesh", list(mesh.mesh.shape), ranks, places]
@@ -164,6 +185,21 @@ def _flat(name: str, value: FlatShard) -> Held:
     return Held(desc, pieces, value)
 
 
+def _local(name: str, value: LocalShard, rank: int) -> Held:
+    shape = tuple(value.shape)
+    boxes = boxes_of(value.spread, shape, rank)
+    if value.spread[0] == "mesh":
+        dtype, pieces = value.data.dtype, _cut_local(name, value.data, boxes)
+    elif value.spread[0] == "boxes" and len(boxes) == len(value.data) > 0:
+        dtype, pieces = value.data[0].dtype, list(zip(boxes, value.data, strict=True))
+    else:
+        raise MismatchError(f"{name!r}: a LocalShard is spread as a mesh, or as boxes with one array each")
+    for box, data in pieces:
+        if tuple(data.shape) != box.shape or not Box.whole(shape).contains(box):
+            raise MismatchError(f"{name!r}: a part of shape {list(data.shape)} cannot stand at {box} of {list(shape)}")
+    return Held(Desc(name, dtypes.of(dtype).name, shape, value.spread), pieces, value)
+
+
 def as_numpy(data: Any) -> np.ndarray[Any, Any]:
     """Live CPU data as an array of its carrier type, sharing memory (read it only, or write it in place)."""
     if isinstance(data, np.ndarray):
@@ -177,7 +213,8 @@ def as_numpy(data: Any) -> np.ndarray[Any, Any]:
     size = data.element_size()
     carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[size]
     array: np.ndarray[Any, Any] = data.view(carrier).numpy() if data.dtype != carrier else data.numpy()
-    return array.view({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}[size])
+    moved: np.ndarray[Any, Any] = array.view({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}[size])
+    return moved
 
 
 def tie(held: Sequence[Held]) -> tuple[list[Held], dict[str, str]]:

@@ -72,8 +72,9 @@ def main() -> None:
         print(f"\n   model and optimizer state are bit-equal on 4, 2 and 1 ranks: {saved}")
         print(f"   losses of the repeated steps agree within {drift:.1e} (sums run in another order on other layouts)")
 
-        import ckptfs
         import zarr
+
+        import ckptfs
 
         chapter("4. The same step through plain Zarr, and as slices")
         with ckptfs.open(f"{run}@latest") as checkpoint:
@@ -85,9 +86,15 @@ def main() -> None:
             print(f"   zarr.open_group(step)['{name}'] → {theirs.shape} {theirs.dtype}, equal to ours")
             before_bytes = checkpoint.bytes_read
             part = checkpoint[name][8:12]
-            print(f"   checkpoint['{name}'][8:12] → {tuple(part.shape)}, {checkpoint.bytes_read - before_bytes} bytes read")
+            print(
+                f"   checkpoint['{name}'][8:12] → {tuple(part.shape)}, {checkpoint.bytes_read - before_bytes} bytes read"
+            )
         chapter("5. On disk")
-        show(subprocess.run(["find", run, "-maxdepth", "2"], capture_output=True, text=True, check=True).stdout.replace(folder, ""))
+        show(
+            subprocess.run(["find", run, "-maxdepth", "2"], capture_output=True, text=True, check=True).stdout.replace(
+                folder, ""
+            )
+        )
         from ckptfs.cli import main as cli
 
         chapter("6. ckptfs verify")

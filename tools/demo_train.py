@@ -110,7 +110,9 @@ def main() -> None:
             tree = ckptfs.state_of(model, optimizer, step=step + 1)
             result = run.save(step + 1, tree)
             state = fingerprint({key: tree[key] for key in ("model", "optim")})
-            say(f"saved step {step + 1} from {world} rank(s): {result.nbytes / 1e6:.1f} MB in {result.total_s:.2f} s, state {state}")
+            say(
+                f"saved step {step + 1} from {world} rank(s): {result.nbytes / 1e6:.1f} MB in {result.total_s:.2f} s, state {state}"
+            )
         if step == args.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
     dist.destroy_process_group()

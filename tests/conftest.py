@@ -13,6 +13,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from seaweed import s3_server  # noqa: F401  one server for all test modules
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # No deadline: the machine is shared. In CI the examples are the same every time: a red run can be run again.

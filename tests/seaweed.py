@@ -1,6 +1,6 @@
 """A real S3 server for the tests: SeaweedFS, one per test process, on free ports, gone afterwards.
 
-Use: `from seaweed import s3_server  # noqa: F401` in a test module (or conftest), then the fixture `s3_server`.
+conftest.py imports the fixture `s3_server` once: imported by each test module it would be a server for each.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def _running(weed: str, folder: Path) -> Iterator[S3Server]:
     names = ["master.port", "volume.port", "filer.port", "s3.port"]
     ports = dict(zip([*names, *(f"{name}.grpc" for name in names)], _free_ports(2 * len(names)), strict=True))
     command = [
-        *(weed, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+        *(weed, f"-logdir={folder}", "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
         *("-s3", f"-s3.config={folder / 's3.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0"),
         *("-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=50"),
         *(f"-filer.localSocket={folder / 'filer.sock'}", f"-s3.localSocket={folder / 's3.sock'}"),
@@ -83,7 +83,13 @@ def _running(weed: str, folder: Path) -> Iterator[S3Server]:
     with log.open("wb") as out:
         # A session of its own, so that Ctrl-C in the terminal stops pytest first and the server by the line below.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=os.environ | {"TMPDIR": str(folder)},
+            start_new_session=True,
         )
         try:
             _wait_until_it_answers(process, ports["s3.port"], log)
@@ -92,6 +98,8 @@ def _running(weed: str, folder: Path) -> Iterator[S3Server]:
             # Its data is thrown away, so there is nothing to shut down in order.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            for name in ("master", "volume", "filer", "s3"):  # always in /tmp, and left there
+                Path(f"/tmp/seaweedfs-{name}-grpc-{ports[f'{name}.port.grpc']}.sock").unlink(missing_ok=True)
 
 
 def _free_ports(count: int) -> list[int]:

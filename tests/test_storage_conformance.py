@@ -23,7 +23,6 @@ from ckptfs.storage import (
     RetryStore,
     open_store,
 )
-from seaweed import s3_server  # noqa: F401  a fixture
 
 KINDS = [
     "local",

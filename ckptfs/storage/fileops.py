@@ -50,6 +50,11 @@ class FileOps:
         """The plain system call: posix_fallocate may write zeros instead, over what another process just wrote."""
         _call("fallocate", fd, 0, ctypes.c_int64(start), ctypes.c_int64(nbytes))
 
+    def free_bytes(self, fd: int) -> int:
+        """What an unprivileged process can still write to the file system of an open file."""
+        found = os.fstatvfs(fd)
+        return found.f_bavail * found.f_frsize
+
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
 

@@ -201,7 +201,7 @@ def _translate(action: str, where: str, error: Exception) -> CkptError:
 
 def _lost_condition(error: Exception) -> bool:
     """Whether a create-only request was refused because the object is there (S3: 412, or 409 in a race)."""
-    text = str(error)
+    text = f"{error} {error.__cause__}"  # s3fs keeps the code in the cause only
     return any(code in text for code in ("PreconditionFailed", "ConditionalRequestConflict", "pre-conditions"))
 
 

@@ -224,8 +224,6 @@ def test_names_are_taken_literally(store, name, request):
     kind = request.node.callspec.params["store"]
     if kind == "s3" and name == "a\\b":
         pytest.skip("this server turns a backslash into a slash")
-    if kind == "fsspec-file" and name == "a\\b":
-        pytest.skip("fsspec turns a backslash into a slash")
     store.write(f"d/{name}", b"1")
     store.write(f"{name}/x", b"22")
     store.write("d/other", b"333")

@@ -199,6 +199,14 @@ def test_create_whose_answer_was_lost_is_recognised_by_its_bytes():
     assert inner.read("m") == b"mine"
 
 
+def test_equal_bytes_of_another_creator_pass_for_ones_own_when_retrying():
+    inner = MemoryStore(uuid.uuid4().hex)
+    inner.write("m", b"same")
+    with pytest.raises(ExistsError):
+        RetryStore(inner, sleep=lambda _: None).create("m", b"same")
+    RetryStore(FaultStore(inner, FaultPlan(at=0)), sleep=lambda _: None).create("m", b"same")
+
+
 def test_create_that_lost_the_race_while_retrying_is_refused():
     inner = MemoryStore(uuid.uuid4().hex)
     failing = FaultStore(inner, FaultPlan("error-before", at=0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptfs import commit
 from ckptfs.checkpoint import Checkpoint
@@ -18,7 +18,9 @@ from ckptfs.storage import open_store
 from ckptfs.storage.directio import BufferPool
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ckptfs.watch import Leased
 
 Compression = "str | None | Mapping[str, str | None]"
 _AT = re.compile(r"(?s)(.*)@(latest|\d+)\Z")
@@ -68,6 +70,20 @@ class Run:
         if not steps:
             raise NotFoundError(f"{self.url} has no committed step")
         return self[steps[-1]]
+
+    def watch(self, after: int | Literal["latest"] | None = None, **how: Any) -> Iterator[Leased]:
+        """Committed steps above `after` in order, as they appear, each pinned until the next; see watch.watch."""
+        from ckptfs.watch import watch
+
+        return watch(self, after, **how)
+
+    def wait(
+        self, after: int | Literal["latest"] | None = None, timeout_s: float | None = None, **how: Any
+    ) -> Leased | None:
+        """The next committed step above `after`, pinned until it is closed; None if none came in time."""
+        from ckptfs.watch import wait
+
+        return wait(self, after, timeout_s, **how)
 
     # --- saving ----------------------------------------------------------------------------------------
 

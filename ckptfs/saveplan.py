@@ -373,7 +373,8 @@ def _array(
     if any(v.spread[0] != kind for v, _ in views) or (kind in ("mesh", "whole") and len(views) > 1):
         a, b = views[0], views[1]
         msg = (
-            f"{name!r} is spread as {_say(a[0].spread)} on rank {a[1][0]} but as {_say(b[0].spread)} on rank {b[1][0]}: "
+            f"{name!r} is spread as {_say(a[0].spread)} on rank {a[1][0]} "
+            f"but as {_say(b[0].spread)} on rank {b[1][0]}: "
             "all ranks must describe an array alike"
         )
         raise MismatchError(msg)
@@ -396,7 +397,10 @@ def _array(
     if codec is not None and (flat or prod(shape) == 0):
         codec, note = None, "stored raw: flat shards do not end at chunk boundaries" if flat else ""
     if not options.positional and flat:
-        msg = f"{name!r} is held as flat ranges, which this store cannot take from several writers; save it as DTensor shards or to a local path"
+        msg = (
+            f"{name!r} is held as flat ranges, which this store cannot take from several writers; "
+            "save it as DTensor shards or to a local path"
+        )
         raise MismatchError(msg)
     layout = choose(
         shape,
@@ -470,7 +474,10 @@ def _check_blocks(array: Array, ranges: list[tuple[int, int]]) -> None:
     for a, b in ranges:
         last = (b - 1) // size
         if a % size or b != last * size + array.layout.used_bytes(last):
-            msg = f"{array.name!r}: its shards do not end at common boundaries; save it to a local path without compression"
+            msg = (
+                f"{array.name!r}: its shards do not end at common boundaries; "
+                "save it to a local path without compression"
+            )
             raise MismatchError(msg)
 
 

@@ -212,7 +212,7 @@ def as_numpy(data: Any) -> np.ndarray[Any, Any]:
         data = data.resolve_conj().resolve_neg()
     size = data.element_size()
     carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[size]
-    array: np.ndarray[Any, Any] = data.view(carrier).numpy() if data.dtype != carrier else data.numpy()
+    array = data.view(carrier).numpy() if data.dtype != carrier else data.numpy()
     moved: np.ndarray[Any, Any] = array.view({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}[size])
     return moved
 

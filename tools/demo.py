@@ -87,7 +87,8 @@ def main() -> None:
             before_bytes = checkpoint.bytes_read
             part = checkpoint[name][8:12]
             print(
-                f"   checkpoint['{name}'][8:12] → {tuple(part.shape)}, {checkpoint.bytes_read - before_bytes} bytes read"
+                f"   checkpoint['{name}'][8:12] → {tuple(part.shape)}, "
+                f"{checkpoint.bytes_read - before_bytes} bytes read"
             )
         chapter("5. On disk")
         show(

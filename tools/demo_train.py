@@ -1,4 +1,4 @@
-"""The training job of the demo: a small transformer, sharded as the launcher says. Run under torchrun by tools/demo.py."""
+"""The training job of the demo: a small transformer, sharded as the launcher says. Run by tools/demo.py."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ def main() -> None:
             result = run.save(step + 1, tree)
             state = fingerprint({key: tree[key] for key in ("model", "optim")})
             say(
-                f"saved step {step + 1} from {world} rank(s): {result.nbytes / 1e6:.1f} MB in {result.total_s:.2f} s, state {state}"
+                f"saved step {step + 1} from {world} rank(s): {result.nbytes / 1e6:.1f} MB "
+                f"in {result.total_s:.2f} s, state {state}"
             )
         if step == args.die_at:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -135,7 +135,11 @@ class C10dKV:
         self._prefix = prefix
         self._hosted_by = hosted_by
         self._answer_timeout_s = answer_timeout_s
-        self._extended = bool(store.has_extended_api())  # append and multi_get; FileStore has neither
+        if not store.has_extended_api():
+            raise StorageError(
+                "this job's coordination store cannot append (a FileStore, from init_method='file://...'): initialise "
+                "torch.distributed with env:// or tcp://, so that ranks can agree on a save"
+            )
         self._hung: _Call | None = None
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=[self._calls], name="ckptfs-kv", daemon=True).start()
@@ -187,10 +191,7 @@ class C10dKV:
     def _read(self, names: Sequence[str]) -> list[bytes | None]:
         # A store's get and multi_get block on names that are not there, so ask first. Usually all are: two requests.
         there = names if self._store.check(list(names)) else [name for name in names if self._store.check([name])]
-        if self._extended and len(there) > 1:
-            found = dict(zip(there, self._store.multi_get(list(there)), strict=True))
-        else:
-            found = {name: self._store.get(name) for name in there}
+        found = dict(zip(there, self._store.multi_get(list(there)), strict=True)) if there else {}
         return [bytes(found[name]) if name in found else None for name in names]
 
     def check(self, key: str) -> bool:
@@ -210,17 +211,10 @@ class C10dKV:
         return self._ask(lambda: int(self._store.add(self._prefix + key, n)))
 
     def append(self, key: str, value: bytes) -> None:
-        if self._extended:
-            self._ask(lambda: self._store.append(self._prefix + key, bytes(value)))
-        else:
-            self.set(f"{key}#{self.add(f'{key}#', 1)}", value)
+        self._ask(lambda: self._store.append(self._prefix + key, bytes(value)))
 
     def log(self, key: str) -> bytes:
-        if self._extended:
-            return self.get_many([key])[0] or b""
-        # A slot may be empty for ever, if who took it died before filling it.
-        slots = [f"{key}#{slot + 1}" for slot in range(self.add(f"{key}#", 0))]
-        return b"".join(value for value in self.get_many(slots) if value)
+        return self.get_many([key])[0] or b""
 
     def delete(self, key: str) -> bool:
         return self._ask(lambda: bool(self._store.delete_key(self._prefix + key)))
@@ -280,12 +274,3 @@ def drop_value(kv: KV, key: str) -> None:
     number = 0
     while kv.delete(f"{key}/{number}"):
         number += 1
-
-
-def drop_log(kv: KV, key: str) -> None:
-    """Remove a log, also where it is kept in slots."""
-    kv.delete(key)
-    if kv.check(f"{key}#"):
-        for slot in range(kv.add(f"{key}#", 0)):
-            kv.delete(f"{key}#{slot + 1}")
-        kv.delete(f"{key}#")

@@ -34,7 +34,7 @@ from typing import Self
 from ckptfs.errors import CkptError, MismatchError, SaveError, StorageError, from_dict
 
 from .group import Group
-from .kv import Pauses, drop_log, drop_value, put_value, take_value, take_values
+from .kv import Pauses, drop_value, put_value, take_value, take_values
 from .watch import Beat, Ended, Now, PeerWatch, Timeouts, joining, moved, slow_ranks
 
 _log = logging.getLogger("ckptfs")
@@ -318,9 +318,7 @@ class Round:
 
     def _drop_common(self, seq: int) -> None:
         base = f"{self._base}/{seq}"
-        for log in ("hi", "done", "shared"):
-            drop_log(self.group.kv, f"{base}/{log}")
-        for key in ("all", "verdict", "failed", "acks"):
+        for key in ("hi", "all", "done", "failed", "shared", "verdict", "acks"):
             drop_value(self.group.kv, f"{base}/{key}")
 
     def __enter__(self) -> Self:

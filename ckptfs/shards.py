@@ -202,18 +202,20 @@ def _local(name: str, value: LocalShard, rank: int) -> Held:
 
 def as_numpy(data: Any) -> np.ndarray[Any, Any]:
     """Live CPU data as an array of its carrier type, sharing memory (read it only, or write it in place)."""
+    moved: np.ndarray[Any, Any]
     if isinstance(data, np.ndarray):
         dtype = dtypes.of(data.dtype)
         if data.dtype.byteorder == ">":
             data = data.astype(data.dtype.newbyteorder("<"))
-        return data.view(dtype.carrier)
+        moved = data.view(dtype.carrier)
+        return moved
     torch = sys.modules["torch"]
     if data.is_conj() or data.is_neg():
         data = data.resolve_conj().resolve_neg()
     size = data.element_size()
     carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[size]
     array = data.view(carrier).numpy() if data.dtype != carrier else data.numpy()
-    moved: np.ndarray[Any, Any] = array.view({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}[size])
+    moved = array.view({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}[size])
     return moved
 
 

@@ -15,6 +15,7 @@ _PUBLIC = {
     "ExistsError": "ckptfs.errors",
     "FlatShard": "ckptfs.shards",
     "FormatError": "ckptfs.errors",
+    "LocalShard": "ckptfs.shards",
     "MismatchError": "ckptfs.errors",
     "NotFoundError": "ckptfs.errors",
     "PerRank": "ckptfs.tree",

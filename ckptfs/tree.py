@@ -371,6 +371,8 @@ class _Writer:
         if torch is not None and isinstance(value, torch.Tensor):
             is_parameter = isinstance(value, torch.nn.Parameter) if hasattr(torch, "nn") else False
             return self._leaf(value, "parameter" if is_parameter else "torch")
+        if getattr(type(value), "is_ckptfs_array", False):  # FlatShard and its like: arrays above this layer
+            return self._leaf(value, "numpy" if isinstance(_data_of(value), np.ndarray) else "torch")
         try:
             if type(value) in (np.ndarray, np.memmap):
                 return self._array(value)  # type: ignore[arg-type]
@@ -408,6 +410,11 @@ class _Writer:
             return {"$": "pickle", "b64": tags.to_b64(pickle.dumps(value))}
         except Exception as problem:
             raise MismatchError(f"{show_path(self.path)}: pickle refused this {kind}: {problem}") from problem
+
+
+def _data_of(value: Any) -> object:
+    data = value.data
+    return data[0] if isinstance(data, list) and data else data
 
 
 def _advice(value: object) -> str:
@@ -1010,6 +1017,8 @@ def is_array(value: object) -> bool:
     """Whether `flatten` would make this value a leaf (torch tensors of any kind, numpy arrays with a Zarr dtype)."""
     torch = tags.loaded_torch()
     if torch is not None and isinstance(value, torch.Tensor):
+        return True
+    if getattr(type(value), "is_ckptfs_array", False):
         return True
     return type(value) in (np.ndarray, np.memmap) and value.dtype.name in ARRAY_DTYPES  # type: ignore[attr-defined]
 

@@ -1,0 +1,137 @@
+"""Whatever the layout a tree is saved in and whatever the layout it is loaded into: the same bits.
+
+Ranks are threads; meshes, flat ranges and boxes are cut by the slow twin in `spreads`.
+"""
+
+import shutil
+import tempfile
+from math import prod
+
+import ml_dtypes  # noqa: F401 - numpy learns bfloat16 and float8 from it
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from spreads import DTYPES, NoSync, blank, on_ranks, parts_of, random_array, shapes, spreadings
+
+from ckptfs import Run, Settings
+from ckptfs.errors import CkptError, MismatchError
+from ckptfs.storage import LocalStore, MemoryStore
+from ckptfs.verify import verify
+
+TINY = {"read_threads": 2, "write_threads": 2, "buffer_bytes": 1 << 20, "read_buffer_bytes": 1 << 18}
+
+
+@st.composite
+def tiny_settings(draw):
+    """Sizes so small that small arrays have many blocks, chunks, extents and requests."""
+    extent = draw(st.sampled_from([16, 64, 1024]))
+    return Settings(
+        extent_bytes=extent,
+        io_bytes=extent * draw(st.sampled_from([1, 4])),
+        chunk_bytes=draw(st.sampled_from([16, 128, 4096])),
+        block_bytes=draw(st.sampled_from([64, 512, 8192])),
+        small_file_bytes=draw(st.sampled_from([0, 64, 1 << 18])),
+        **TINY,
+    )
+
+
+@st.composite
+def cases(draw, kinds=("whole", "mesh", "flat", "boxes"), most_ranks=8):
+    """(arrays, their spreadings at save, at load, worlds, settings)"""
+    world, other = draw(st.integers(1, most_ranks)), draw(st.integers(1, most_ranks))
+    arrays, saved, loaded = {}, {}, {}
+    for number in range(draw(st.integers(1, 3))):
+        shape = draw(shapes())
+        name = f"a{number}"
+        arrays[name] = random_array(shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99)))
+        saved[name] = draw(spreadings(shape, world, kinds=kinds))
+        loaded[name] = draw(spreadings(shape, other))
+    return arrays, saved, loaded, world, other, draw(tiny_settings())
+
+
+def tree_of(arrays, spread, rank):
+    leaves = {name: spread[name].leaf(full, rank) for name, full in arrays.items()}
+    return {name: leaf for name, leaf in leaves.items() if leaf is not None}
+
+
+def same(one, two):
+    return one.dtype == two.dtype and one.shape == two.shape and one.tobytes() == two.tobytes()
+
+
+def save_on_ranks(store, arrays, saved, world, config, **how):
+    def save(rank, group):
+        with Run(store, group=group, settings=config) as run:
+            return run.save(1, tree_of(arrays, saved, rank), **how)
+
+    return on_ranks(world, save)
+
+
+def load_and_compare(store, arrays, loaded, other, config):
+    """Every rank loads its part in the other layout; each extent is read once per process and array at most."""
+
+    def load(rank, group):
+        tree = tree_of(arrays, loaded, rank)
+        wanted = {name: [part.copy() for part in parts_of(leaf)] for name, leaf in tree.items()}
+        for leaf in tree.values():
+            blank(leaf)
+        with Run(store, group=group, settings=config)[1] as checkpoint:
+            back = checkpoint.load(tree, rank=rank, strict=False)
+            assert checkpoint._reader.extents_read <= sum(
+                checkpoint.param(name).extent_count for name in tree
+            ), "an extent was read twice"
+        for name, parts in wanted.items():
+            for got, want in zip(parts_of(back[name]), parts, strict=True):
+                assert same(got, want), f"{name} of rank {rank}"
+
+    on_ranks(other, load)
+
+
+def round_trip(store, case, **how):
+    arrays, saved, loaded, world, other, config = case
+    save_on_ranks(store, arrays, saved, world, config, **how)
+    with Run(store, settings=config)[1] as checkpoint:
+        assert verify(checkpoint) == []
+        whole = checkpoint.tree(numpy=True)
+        for name, full in arrays.items():
+            assert same(whole[name], full), name
+    load_and_compare(store, arrays, loaded, other, config)
+
+
+@pytest.fixture(scope="module")
+def folder():
+    where = tempfile.mkdtemp(prefix="ckptfs-roundtrip-")
+    yield where
+    shutil.rmtree(where)
+
+
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(cases())
+def test_any_layout_into_any_other_on_local_files(folder, case):
+    store = LocalStore(f"{folder}/run", ops=NoSync())
+    try:
+        round_trip(store, case)
+    finally:
+        shutil.rmtree(store.root, ignore_errors=True)
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(kinds=("whole", "mesh", "boxes"), most_ranks=4))
+def test_any_layout_into_any_other_in_an_object_store(case):
+    store = MemoryStore("roundtrip")
+    try:
+        round_trip(store, case)
+    finally:
+        store.sub("step-00000001").remove_tree("x")
+        for path, _ in list(store.list()):
+            store.remove(path)
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(cases(most_ranks=4), st.sampled_from(["zstd", "blosc"]))
+def test_any_layout_into_any_other_compressed(folder, case, compression):
+    store = LocalStore(f"{folder}/run", ops=NoSync())
+    try:
+        round_trip(store, case, compression=compression)
+    finally:
+        shutil.rmtree(store.root, ignore_errors=True)

@@ -57,14 +57,6 @@ class Reader:
     def read_into(self, offset: int, view: memoryview) -> int:
         return self.file.read_into(offset, view)
 
-    def span(self, offset: int, length: int) -> tuple[int, int] | None:
-        """(fd, offset in it) when the whole range lies in one local file the reader holds open; checked if need be.
-
-        It lets the kernel copy the bytes by itself. None means: use `read_into`.
-        """
-        del offset, length
-        return None
-
     def prefetch(self, offset: int, length: int) -> None:
         """A hint that this range will be read soon; returns at once."""
 
@@ -294,11 +286,6 @@ class _BackingReader(Reader):
         _pread_full(self.backing_fd, self._path, offset, view[:count])
         return count
 
-    def span(self, offset: int, length: int) -> tuple[int, int] | None:
-        if self.backing_fd is None or offset + length > self.file.size:
-            return None
-        return self.backing_fd, offset
-
     def prefetch(self, offset: int, length: int) -> None:
         if self.backing_fd is not None:
             _will_need(self.backing_fd, offset, length)
@@ -408,20 +395,6 @@ class _SegmentsReader(Reader):
             _shared_fds.read(path, offset, view)
         else:
             _pread_full(fd, path, offset, view)
-
-    def span(self, offset: int, length: int) -> tuple[int, int] | None:
-        found = self._segments.segment_at(offset)
-        if found is None:
-            return None
-        segment, within = found
-        if not isinstance(segment, Range) or within + length > segment.length:
-            return None
-        fd = self._fds.get(segment.path)
-        if fd is None:
-            return None
-        if segment.check is not None:
-            segment.check(within, length)
-        return fd, segment.offset + within
 
     def prefetch(self, offset: int, length: int) -> None:
         end = min(offset + length, self._segments.size)

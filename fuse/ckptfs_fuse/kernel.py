@@ -157,7 +157,7 @@ def _mount_by_helper(mountpoint: str, options: list[str], nonempty: bool) -> int
 
 
 def unmount(mountpoint: str, *, lazy: bool = False) -> None:
-    """Take the topmost mount away. Busy is an OSError with EBUSY; `lazy` hides it now and ends it when nobody uses it."""
+    """Take the topmost mount away. Busy is an OSError with EBUSY; `lazy` hides it now, and it ends when unused."""
     if os.geteuid() == 0:
         flags = _UMOUNT_NOFOLLOW | (_MNT_DETACH if lazy else 0)
         if _libc().umount2(os.fsencode(mountpoint), flags) != 0:
@@ -172,7 +172,7 @@ def unmount(mountpoint: str, *, lazy: bool = False) -> None:
 
 
 def is_dead(mountpoint: str) -> bool:
-    """Is there a mount whose server is gone? (A server that is alive but stuck makes this call wait for it.)"""
+    """Whether there is a mount whose server is gone. One that is alive but stuck makes this call wait for it."""
     try:
         os.stat(mountpoint)
     except OSError as error:
@@ -197,19 +197,14 @@ def prepare(mountpoint: str | os.PathLike[str], *, nonempty: bool) -> str:
     if not os.path.isdir(path):
         raise MismatchError(f"{path} is not a directory: name an empty directory to mount at")
     if not nonempty and os.listdir(path):
-        raise ExistsError(
-            f"{path} is not empty, and a mount would hide what is in it: use another directory, or nonempty=True"
-        )
+        raise ExistsError(f"{path} is not empty and would be hidden: use another directory, or nonempty=True")
     return path
 
 
 def users_of(mountpoint: str) -> list[str]:
     """Processes with something open below the mount, as "pid 12 (python)"; those that we may look at."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        if _uses(f"/proc/{pid}", mountpoint):
-            found.append(f"pid {pid} ({_command(pid)})")
-    return found
+    pids = filter(str.isdigit, os.listdir("/proc"))
+    return [f"pid {pid} ({_command(pid)})" for pid in pids if _uses(f"/proc/{pid}", mountpoint)]
 
 
 def _uses(process: str, mountpoint: str) -> bool:
@@ -251,7 +246,7 @@ def raise_readahead(mountpoint: str, kib: int) -> str | None:
             setting.write(str(kib))
     except OSError as error:
         return (
-            f"{path} cannot be set to {kib} ({error.strerror}): first reads, above all through mmap, are 1.5 to 5 times "
+            f"{path} cannot be set to {kib} ({error.strerror}): first reads, mapped ones above all, are 1.5 to 5 times "
             f"slower than they could be; as root: echo {kib} > {path}"
         )
     return None

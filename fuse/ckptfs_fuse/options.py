@@ -8,7 +8,6 @@ from typing import Any
 from ckptfs.errors import MismatchError
 
 BACKENDS = ("auto", "native", "fusepy")
-DIRECT_IO = ("auto", "never", "local")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,19 +17,18 @@ class MountOptions:
     allow_other: bool = False  # other users may read too (needs root, or user_allow_other in /etc/fuse.conf)
     nonempty: bool = False  # mount over a folder that has something in it
     read_timeout_s: float = 30.0  # a blocking read that takes longer is answered with EIO
+    single_thread: bool = False  # fusepy: one thread for everything; only for trees in which nothing is slow
     request_threads: int = 4  # native: threads that take requests from the kernel
     slow_threads: int = 8  # threads for blocking reads
     readahead_kib: int = 1024  # the kernel's readahead on the mount, raised when permitted
     prefetch_kib: int = 8192  # how far ahead of a sequential reader local files are read from the disk
-    direct_io: str = "auto"  # native: "local" reads local files past the page cache of the mount, "never" does not
+    direct_io: bool = False  # native: reads bypass the mount's page cache (see docs/native-fuse.md for when it wins)
     passthrough: bool = True  # native: let the kernel read whole backing files by itself, when it can
     materialise_bytes: int = 0  # native: hot files up to this many bytes in total are copied to be passed through
     materialise_folder: str | None = None  # where those copies lie; None: in memory
     materialise_after_opens: int = 2  # a file is hot when it is opened that often
 
     def __post_init__(self) -> None:
-        if self.direct_io not in DIRECT_IO:
-            raise MismatchError(f"direct_io={self.direct_io!r}: use one of {', '.join(DIRECT_IO)}")
         for name in ("request_threads", "slow_threads", "materialise_after_opens", "readahead_kib"):
             if getattr(self, name) < 1:
                 raise MismatchError(f"{name} must be at least 1, not {getattr(self, name)}")

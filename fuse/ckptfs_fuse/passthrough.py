@@ -36,7 +36,7 @@ class Passthrough:
             return 0
         try:
             # A mutable argument, because only then the call's own return value comes back.
-            return fcntl.ioctl(self._device_fd, wire.IOC_BACKING_OPEN, bytearray(wire.backing_map(fd)), True)
+            return int(fcntl.ioctl(self._device_fd, wire.IOC_BACKING_OPEN, bytearray(wire.backing_map(fd)), True))
         except OSError as error:
             if error.errno in {errno.EPERM, errno.ENOTTY, errno.EOPNOTSUPP}:
                 self.refused = f"the kernel refuses passthrough ({error.strerror}); it needs root and Linux 6.9"

@@ -87,9 +87,7 @@ class Table:
                 if not isinstance(node, File):  # a directory or link may be described by a newer object
                     found.node = node
             else:
-                found = Known(
-                    next(self._numbers), inode_number(parent.ino, name, version), node, key, version, keep_s
-                )
+                found = Known(next(self._numbers), inode_number(parent.ino, name, version), node, key, version, keep_s)
                 self._by_key[key] = self._by_id[found.nodeid] = found
             found.lookups += 1
             return found

@@ -1,0 +1,267 @@
+"""The default backend: fusepy on libfuse 2, or mfusepy where only libfuse 3 exists.
+
+Rules:
+- Reads go straight into libfuse's own buffer; stock usage returns bytes, which are then copied twice.
+- Immutable content: keep_cache for a version that the kernel has seen, long timeouts when the whole tree is immutable.
+- Every failure is an errno (fusepy itself would answer EINVAL); whatever writes is EROFS.
+- Several threads, so that one slow read does not stall others; slow reads are bounded by a deadline.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NoReturn
+
+from ckptfs.errors import CkptError, StorageError
+from ckptfs.views.nodes import Dir, File, Link, Node, resolve
+from ckptfs_fuse.answers import FOR_EVER_S, attributes, errno_of, log, log_failure, version_of
+from ckptfs_fuse.options import MountOptions
+from ckptfs_fuse.slow import SlowWork
+from ckptfs_fuse.table import Handle, Known
+
+INSTALL_HINT = (
+    "install libfuse 2 and fusepy: `apt-get install fuse libfuse2 && pip install fusepy`, "
+    "or, where there is only libfuse 3: `pip install mfusepy`"
+)
+SEEN_VERSIONS_MAX = 65536
+
+
+def load_library() -> ModuleType:
+    """The library: fusepy on libfuse 2, else mfusepy, else a StorageError that says what to install."""
+    found = _import("fuse") or _import("mfusepy")
+    if found is None:
+        raise StorageError(f"neither fusepy nor mfusepy works here: {INSTALL_HINT}")
+    return found
+
+
+def _import(name: str) -> ModuleType | None:
+    try:
+        module = importlib.import_module(name)
+    except (ImportError, OSError, AttributeError):  # OSError: there is no libfuse
+        return None
+    if not hasattr(module, "FUSE"):  # a folder named fuse/ in the current directory imports as an empty package
+        return None
+    library = getattr(module, "_libfuse", None)
+    if name == "fuse" and (library is None or library.fuse_version() >= 30):
+        log.warning("fusepy found libfuse 3, on which it mounts but every call fails: not used")
+        return None
+    return module
+
+
+def _fuse_class(module: ModuleType) -> Any:
+    """The library's FUSE with a `read` that hands out libfuse's buffer."""
+
+    class ReadingInPlace(module.FUSE):  # type: ignore[name-defined,misc]
+        def read(self, path: Any, buf: Any, size: int, offset: int, fip: Any) -> int:
+            address = buf if isinstance(buf, int) else ctypes.addressof(buf.contents)
+            view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+            return _OPERATIONS[id(self)].read_into(fip.contents.fh, offset, view)
+
+        def __init__(self, operations: Operations, mountpoint: str, **options: Any) -> None:
+            _OPERATIONS[id(self)] = operations  # FUSE.__init__ returns only after the unmount
+            try:
+                super().__init__(operations, mountpoint, **options)
+            finally:
+                del _OPERATIONS[id(self)]
+
+    return ReadingInPlace
+
+
+_OPERATIONS: dict[int, Operations] = {}
+
+
+def serve(root: Dir, mountpoint: str, options: MountOptions, on_ready: Callable[[], None]) -> None:
+    """Mount and answer until unmounted or told to stop by SIGTERM, SIGINT or SIGHUP (libfuse handles those)."""
+    module = load_library()
+    keep_s = FOR_EVER_S if root.immutable else root.refresh_s
+    operations = Operations(root, options, on_ready)
+    settings: dict[str, Any] = {
+        "foreground": True,
+        "nothreads": options.single_thread,
+        "raw_fi": True,
+        "ro": True,
+        "fsname": "ckptfs",
+        "subtype": "ckptfs",
+        "attr_timeout": keep_s,
+        "entry_timeout": keep_s,
+        "default_permissions": True,
+    }
+    if options.allow_other:
+        settings["allow_other"] = True
+    if options.nonempty and module.__name__ == "fuse":  # libfuse 3 has no such option: it always allows it
+        settings["nonempty"] = True
+    try:
+        _fuse_class(module)(operations, mountpoint, **settings)
+    except RuntimeError as error:
+        raise StorageError(f"libfuse could not mount at {mountpoint} (status {error}): see the lines before") from None
+    finally:
+        operations.close()
+
+
+class Operations:
+    """fusepy's operations, by path. `__call__` is how the library calls any of them."""
+
+    use_ns = True
+
+    def __init__(self, root: Dir, options: MountOptions, on_ready: Callable[[], None]) -> None:
+        self._root = root
+        self._on_ready = on_ready
+        self._slow = SlowWork(options.slow_threads, options.read_timeout_s)
+        self._handles: dict[int, Handle] = {}
+        self._numbers = itertools.count(1)
+        self._seen: dict[str, str] = {}  # path → the version whose pages the kernel may hold
+        self._owner = (os.geteuid(), os.getegid())
+
+    def __call__(self, name: str, path: str | None, *args: Any) -> Any:
+        operation = getattr(self, name)
+        try:
+            return operation(path, *args)
+        except (CkptError, OSError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            log_failure(f"{name.upper()} of {path}", error)
+            raise OSError(errno_of(error), str(error)) from error
+
+    def _node(self, path: str) -> Node:
+        return resolve(self._root, path)
+
+    def init(self, _path: str) -> None:
+        self._on_ready()
+
+    def destroy(self, _path: str) -> None:
+        pass
+
+    def getattr(self, path: str, _handle: Any = None) -> dict[str, Any]:
+        told = attributes(self._node(path))
+        return {
+            "st_mode": told.mode,
+            "st_size": told.size,
+            "st_nlink": 1,
+            "st_blocks": -(-told.size // 512),
+            "st_blksize": 4096,
+            "st_uid": self._owner[0],
+            "st_gid": self._owner[1],
+            "st_mtime": told.mtime_ns,
+            "st_atime": told.mtime_ns,
+            "st_ctime": told.mtime_ns,
+        }
+
+    def readlink(self, path: str) -> str:
+        node = self._node(path)
+        if not isinstance(node, Link):
+            raise OSError(errno.EINVAL, "not a link")
+        return node.target
+
+    def opendir(self, _path: str) -> int:
+        return 0
+
+    def releasedir(self, _path: str, _handle: int) -> int:
+        return 0
+
+    def readdir(self, path: str, _handle: int) -> Iterator[tuple[str, dict[str, int], int]]:
+        folder = self._node(path)
+        if not isinstance(folder, Dir):
+            raise OSError(errno.ENOTDIR, "not a directory")
+        names = [(".", 0o040000), ("..", 0o040000)]
+        names += [(name, attributes(node).mode) for name, node in folder.children().items()]
+        return iter([(name, {"st_mode": mode}, 0) for name, mode in names])
+
+    def open(self, path: str, info: Any) -> int:
+        if info.flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EROFS, "read-only")
+        file = self._node(path)
+        if not isinstance(file, File):
+            raise OSError(errno.EISDIR, "not a file")
+        known = Known(0, 0, file, (0, os.fsencode(path)), version_of(file), 0.0)
+        handle = Handle(known, self._bounded(file.open) if file.blocking else file.open())
+        info.fh = next(self._numbers)
+        self._handles[info.fh] = handle
+        # The kernel drops the pages of another version when this is 0.
+        info.keep_cache = int(self._seen.get(path) == file.version)
+        if len(self._seen) >= SEEN_VERSIONS_MAX:
+            self._seen.clear()
+        self._seen[path] = file.version
+        return 0
+
+    def read_into(self, number: int, offset: int, view: memoryview) -> int:
+        """The count read, or minus an errno: what libfuse wants."""
+        handle = self._handles.get(number)
+        try:
+            if handle is None:
+                return -errno.EBADF
+            file = handle.reader.file
+            part = view[: max(0, min(len(view), file.size - offset))]
+            if len(part) == 0:
+                return 0
+            return self._read_bounded(handle, offset, part) if file.blocking else handle.reader.read_into(offset, part)
+        except Exception as error:
+            path = handle.known.key[1].decode(errors="backslashreplace") if handle else "?"
+            log_failure(f"READ of {path}", error)
+            return -errno_of(error)
+
+    def _read_bounded(self, handle: Handle, offset: int, view: memoryview) -> int:
+        """Into a buffer of its own: libfuse's is gone when the deadline has passed."""
+        handle.take()
+
+        def work() -> bytearray:
+            try:
+                data = bytearray(len(view))
+                count = handle.reader.read_into(offset, memoryview(data))
+                return data[:count]
+            finally:
+                handle.give_back()
+
+        data = self._bounded(work)
+        view[: len(data)] = data
+        return len(data)
+
+    def _bounded(self, work: Callable[[], Any]) -> Any:
+        ended = threading.Event()
+        answer: list[Any] = []
+
+        def done(result: Any, error: BaseException | None) -> None:
+            answer.extend([result, error])
+            ended.set()
+
+        self._slow.submit(work, done)
+        ended.wait()
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]
+
+    def release(self, _path: str, info: Any) -> int:
+        handle = self._handles.pop(info.fh, None)
+        if handle is not None:
+            handle.give_back()
+        return 0
+
+    def statfs(self, _path: str) -> dict[str, int]:
+        return {"f_bsize": 4096, "f_frsize": 4096, "f_namemax": 255}
+
+    def getxattr(self, path: str, name: str, *_position: int) -> bytes:
+        value = self._node(path).xattrs.get(name)
+        if value is None:
+            raise OSError(errno.ENODATA, "no such attribute")
+        return value
+
+    def listxattr(self, path: str) -> list[str]:
+        return list(self._node(path).xattrs)
+
+    def read(self, *_: Any) -> NoReturn:  # its presence makes the library install the callback; see ReadingInPlace
+        raise StorageError("reads go through read_into")
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise OSError(errno.EROFS, "read-only")
+
+    create = mkdir = mknod = unlink = rmdir = symlink = rename = link = _refuse
+    chmod = chown = truncate = write = setxattr = removexattr = utimens = _refuse
+
+    def close(self) -> None:
+        handles, self._handles = self._handles, {}
+        for handle in handles.values():
+            handle.give_back()

@@ -251,10 +251,8 @@ def plan(
     descriptions: Sequence[tuple[Sequence[Desc], dict[str, str]]], of_rank: Sequence[int], rank: int, options: Options
 ) -> SavePlan:
     """The part of `rank`, when rank r has given `descriptions[of_rank[r]]`."""
+    descriptions, aliases = untie(descriptions)
     known = _gather(descriptions, of_rank)
-    aliases: dict[str, str] = {}
-    for _, more in descriptions:
-        aliases.update(more)
     total = sum(prod(views[0][0].shape) * dtypes.of(views[0][0].dtype).itemsize for views in known.values())
     extent_bytes = extent_size(total, options.extent_bytes)
     arrays: list[Array] = []
@@ -262,6 +260,7 @@ def plan(
     pieces: dict[int, list[tuple[int, int]]] = {}
     for name in sorted(known):
         views = known[name]
+        _check_holders(name, views, len(of_rank))
         array, mine = _array(name, views, rank, options)
         number = len(arrays)
         arrays.append(array)
@@ -332,6 +331,44 @@ def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             out.append((a, b))
     return out
+
+
+def untie(
+    descriptions: Sequence[tuple[Sequence[Desc], dict[str, str]]],
+) -> tuple[list[tuple[list[Desc], dict[str, str]]], dict[str, str]]:
+    """Only names that every rank who has them sees tied, to the same array, stay aliases; others are stored.
+
+    Returns the descriptions with the untied names as arrays of their own, and the aliases that are left.
+    """
+    stored = {desc.name for descs, _ in descriptions for desc in descs}
+    targets: dict[str, set[str]] = defaultdict(set)
+    for _, ties in descriptions:
+        for alias, target in ties.items():
+            targets[alias].add(target)
+    aliases = {alias: min(of) for alias, of in targets.items() if len(of) == 1 and alias not in stored}
+    out = []
+    for descs, ties in descriptions:
+        loose = {alias: target for alias, target in ties.items() if alias not in aliases}
+        by_name = {desc.name: desc for desc in descs} if loose else {}
+        own = [replace(by_name[target], name=alias) for alias, target in loose.items()]
+        out.append(([*descs, *own], {alias: target for alias, target in ties.items() if alias in aliases}))
+    return out, aliases
+
+
+def _check_holders(name: str, views: list[tuple[Desc, list[int]]], world: int) -> None:
+    """Every rank of a mesh has to come with its part, or there would be a hole."""
+    desc, holders = views[0]
+    if desc.spread[0] != "mesh":
+        return
+    ranks = Mesh(desc.spread).ranks
+    if len(holders) < world or max(ranks) >= world:
+        missing = sorted(set(ranks).difference(*(of for _, of in views)))
+        if missing:
+            msg = (
+                f"{name!r} is spread as {_say(desc.spread)}, but rank {missing[0]} of that mesh does not have it in its "
+                f"tree ({len(missing)} of {len(ranks)} ranks do not): save the same tree on all ranks of the mesh"
+            )
+            raise MismatchError(msg)
 
 
 def _gather(

@@ -119,6 +119,7 @@ class Mesh:
             range(ranks[0], ranks[0] + ranks[1]) if len(ranks) == 2 and prod(shape) != 2 else ranks
         )
         self.places = [place(p) for p in places]
+        self._key = self.ranks if isinstance(self.ranks, range) else tuple(self.ranks)
         self._where: dict[int, int] | None = None
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
@@ -151,10 +152,8 @@ class Mesh:
 
     def replicas(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """The ranks that hold the same shard, ascending."""
-        axes = [range(n) if self.places[m] is None else (coordinate[m],) for m, n in enumerate(self.shape)]
-        strides = [prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
-        at = [sum(i * s for i, s in zip(index, strides, strict=True)) for index in product(*axes)]
-        return tuple(sorted(self.ranks[i] for i in at))
+        fixed = tuple(None if p is None else c for p, c in zip(self.places, coordinate, strict=True))
+        return _slice_of_mesh(self.shape, self._key, fixed)
 
     def steps(self, shape: Sequence[int]) -> list[Box]:
         """Boxes whose edges have the same greatest common divisors as all shards of the mesh."""
@@ -167,6 +166,15 @@ class Mesh:
                 stop[d] = step
                 boxes.append(Box(tuple(start), tuple(stop)))
         return boxes
+
+
+@lru_cache(maxsize=1 << 10)
+def _slice_of_mesh(shape: tuple[int, ...], ranks: Sequence[int], fixed: tuple[int | None, ...]) -> tuple[int, ...]:
+    """The ranks of a mesh at all positions that agree with `fixed` where it says something."""
+    at = [0]
+    for n, where in zip(shape, fixed, strict=True):
+        at = [i * n + x for i in at for x in (range(n) if where is None else (where,))]
+    return tuple(sorted(ranks[i] for i in at))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -396,7 +404,7 @@ def _gather(
                     views[i] = (other, sorted(holders + ranks))
                     break
             else:
-                views.append((desc, list(ranks)))
+                views.append((desc, ranks))  # shared by all arrays of a description: there may be many ranks
     return known
 
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import time
 import zlib
 from dataclasses import dataclass
 from math import prod
 
-from ckptfs import saveplan
+from ckptfs import commit, manifest, saveplan
 from ckptfs.saveplan import Desc, Options, SavePlan
 from ckptfs.stage import jobs_of
+from ckptfs.write import Written
 
 GIB = 1 << 30
 
@@ -180,6 +182,48 @@ def replica_imbalance(
     return max(sizes) / (sum(sizes) / len(sizes)) - 1
 
 
+def merge(model: Model, layout: str, world: int) -> dict[str, object]:
+    """The leader's part of a commit: reports of all ranks read, checked against the plan, made one manifest."""
+    descriptions, of_rank = LAYOUTS[layout](model, world)
+    plan = saveplan.plan([(descs, {}) for descs in descriptions], of_rank, 0, Options())
+    written = []
+    for number, array in enumerate(plan.arrays):
+        for a, b in saveplan.cut(0, array.layout.logical_bytes, 8 << 20):
+            hashes = os.urandom(16 * len(saveplan.cut(a, b, plan.extent_bytes)))
+            written.append(Written(number, a, b, None, hashes))
+    reports = [commit.pack_report(written[rank::world], {}) for rank in range(world)]
+    begin = time.perf_counter()
+    unpacked = [commit.unpack_report(report) for report in reports]
+    params = commit.params_of(plan, (w for pieces, _ in unpacked for w in pieces))
+    texts, zarr_hashes = commit.documents(params)
+    built = commit.build(
+        params,
+        tree=None,
+        save_id="",
+        step=0,
+        world=world,
+        aliases={},
+        assets={},
+        maps={},
+        root_hash=manifest.digest(texts["zarr.json"]).hex(),
+        zarr_hashes=zarr_hashes,
+    )
+    raw = built.dump("simulated")
+    merge_s = time.perf_counter() - begin
+    begin = time.perf_counter()
+    manifest.Manifest.parse(raw)
+    return {
+        "model": model.name,
+        "layout": layout,
+        "ranks": world,
+        "extents": sum(p.extent_count for p in params.values()),
+        "reports_mb": round(sum(map(len, reports)) / 1e6, 1),
+        "merge_s": round(merge_s, 2),
+        "manifest_mb": round(len(raw) / 1e6, 1),
+        "open_s": round(time.perf_counter() - begin, 3),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="*", default=[1024, 16384])
@@ -187,6 +231,7 @@ def main() -> None:
     parser.add_argument("--layout", choices=LAYOUTS, nargs="*", default=list(LAYOUTS))
     parser.add_argument("--samples", type=int, default=4, help="ranks whose plans are made")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--merge", action="store_true", help="the leader's merge of all reports instead of the plans")
     args = parser.parse_args()
     head = None
     for model in args.model:
@@ -194,7 +239,10 @@ def main() -> None:
             if layout == "ep" and not MODELS[model].experts:
                 continue
             for world in args.ranks:
-                row = simulate(MODELS[model], layout, world, args.samples)
+                if args.merge:
+                    row = merge(MODELS[model], layout, world)
+                else:
+                    row = simulate(MODELS[model], layout, world, args.samples)
                 if args.json:
                     print(json.dumps(row), flush=True)
                     continue

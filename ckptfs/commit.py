@@ -7,17 +7,20 @@ A report is checked against the plan: the pieces must tile every array exactly.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
+import fcntl
 import json
+import os
 import re
 import struct
 from typing import TYPE_CHECKING, Any
 
 from ckptfs import manifest as mf
-from ckptfs import zarr3
-from ckptfs.errors import CkptError, ExistsError, NotFoundError, SaveError
+from ckptfs import tree, zarr3
+from ckptfs.errors import CkptError, ExistsError, MismatchError, NotFoundError, SaveError
 from ckptfs.manifest import Manifest, Param, digest, run_lengths
 from ckptfs.saveplan import cut
+from ckptfs.version import __version__
 from ckptfs.write import Written
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from ckptfs.saveplan import Array, SavePlan
     from ckptfs.storage import LocalStore, Store
 
+Report = tuple[list[Written], dict[str, Any]]
 SAVING, DELETING = ".saving", ".deleting"
 _STEP = re.compile(r"step-(\d{8,})\Z")
 
@@ -92,7 +96,7 @@ def _param(array: Array, pieces: list[Written], extent_bytes: int) -> Param:
         while start < stop:
             piece = next(at, None)
             if piece is None or piece.start != start or piece.stop > stop:
-                msg = f"array {array.name!r}: the reports leave a hole or an overlap at byte {start}; nothing was committed"
+                msg = f"array {array.name!r}: reports leave a hole or an overlap at byte {start}; nothing was committed"
                 raise SaveError(msg)
             base = start if layout.many else 0  # files of their own count extents from their first byte
             found = piece.lengths or [b - a for a, b in cut(piece.start - base, piece.stop - base, extent_bytes)]
@@ -101,7 +105,7 @@ def _param(array: Array, pieces: list[Written], extent_bytes: int) -> Param:
                     f"array {array.name!r}: a report has a wrong number of checksums; nothing was committed"
                 )
             lengths += found
-            start = piece.stop  # noqa: PLW2901
+            start = piece.stop
     if next(at, None) is not None:
         raise SaveError(f"array {array.name!r}: two ranks wrote the same bytes; nothing was committed")
     hashes = b"".join(piece.hashes for piece in pieces)
@@ -127,20 +131,121 @@ def documents(params: dict[str, Param]) -> tuple[dict[str, bytes], dict[str, str
 
 
 def now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def put(target: Store, path: str, data: bytes) -> None:
+    """A small file of a step that is not committed yet."""
+    if target.positional:
+        folder = path.rpartition("/")[0]
+        if folder:
+            target.make_dirs(folder)  # type: ignore[attr-defined]
+        target.write_unsynced(path, data)  # type: ignore[attr-defined]
+    else:
+        target.write(path, data)
+
+
+def assemble(
+    target: Store,
+    plan: SavePlan,
+    reports: Sequence[Report],
+    *,
+    save_id: str,
+    step: int | None,
+    assets: Mapping[str, bytes],
+    maps: Mapping[str, Any],
+) -> Manifest:
+    """The manifest of what the ranks reported; writes the documents and assets that it speaks of."""
+    compare_small([extra["small"] for _, extra in reports])
+    node = tree.merge({r: tree.loads(extra["node"]) for r, (_, extra) in enumerate(reports) if "node" in extra})
+    params = params_of(plan, (w for written, _ in reports for w in written))
+    texts, hashes = documents(params)
+    for path, text in texts.items():
+        put(target, path, text)
+    listed = {}
+    for path, data in assets.items():
+        put(target, f"assets/{path}", data)
+        listed[path] = (len(data), digest(data).hex())
+    return build(
+        params,
+        tree=node,
+        save_id=save_id,
+        step=step,
+        world=len(reports),
+        aliases=dict(plan.aliases),
+        assets=listed,
+        maps=dict(maps),
+        root_hash=digest(texts["zarr.json"]).hex(),
+        zarr_hashes=hashes,
+    )
+
+
+def dump(manifest: Manifest) -> bytes:
+    return manifest.dump(f"ckptfs {__version__}")
+
+
+def compare_small(tables: Sequence[dict[str, str]]) -> None:
+    """Small plain tensors under one name must be equal wherever they are."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, table in enumerate(tables):
+        for name, value in table.items():
+            known = first.setdefault(name, (rank, value))
+            if known[1] != value:
+                msg = (
+                    f"{name!r} differs between rank {known[0]} and rank {rank}, but is a plain tensor on both: wrap it "
+                    "in ckptfs.PerRank(...) to keep every rank's own, or make the ranks agree"
+                )
+                raise MismatchError(msg)
 
 
 # --- publishing ------------------------------------------------------------------------------------------
 
 
-def publish(run: Store, name: str, folder: str, raw: bytes, *, overwrite: bool) -> None:
+class Claim:
+    """The leader's hold on the folder of its unfinished save.
+
+    It is a lock, so that another job on this machine leaves the folder alone while we live, and a descriptor, so that
+    the manifest can only ever go into the folder the data went into: if another job has cleared that away (it thought
+    us dead), stragglers may have made a new one of the same name.
+    """
+
+    def __init__(self, run: LocalStore, folder: str) -> None:
+        self._fd: int | None = os.open(run.full(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        _lock(self._fd)
+
+    def store(self, run: LocalStore, folder: str) -> LocalStore:
+        """The folder itself, whatever its name is by now."""
+        from ckptfs.storage.local import LocalStore
+
+        here = f"/proc/self/fd/{self._fd}"
+        return LocalStore(here, ops=run.ops) if self._fd is not None and os.path.isdir(here) else run.sub(folder)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    """Whether we hold the lock now; where a file system has none, nobody is kept out."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def publish(run: Store, name: str, folder: str, raw: bytes, *, overwrite: bool, claim: Claim | None = None) -> None:
     """Make the finished save in `folder` the step `name`. `raw`: its manifest."""
     if not run.positional:
         _publish_object(run, name, raw)
         return
     local: LocalStore = run  # type: ignore[assignment]
-    local.sub(folder).write(mf.NAME, raw)
-    local.syncfs(folder)
+    target = claim.store(local, folder) if claim is not None else local.sub(folder)
+    target.write(mf.NAME, raw)
+    target.syncfs()
     try:
         local.rename_dir(folder, name)
     except ExistsError:
@@ -184,26 +289,43 @@ def discard(run: Store, name: str) -> None:
     run.remove_tree(name)
 
 
-def collect(run: Store, prefix: str, keep: str = "") -> list[str]:
-    """Remove what dead saves and half-done deletions left (names that start with `.prefix`); returns what was removed."""
+def collect(run: Store, prefix: str) -> list[str]:
+    """Remove what dead saves and half-done deletions left (names that start with `.prefix`); returns what was removed.
+
+    A save that lives on this machine is left alone. One that lives elsewhere, unseen, finds its folder gone: renamed
+    first, at once, so that what it commits is whole or nothing.
+    """
     if not run.positional:
         return []
-    removed = []
-    for name in run.children()[0]:
-        if name.startswith(f".{prefix}") and name.endswith((SAVING, DELETING)) and name != keep:
-            try:
-                run.remove_tree(name)
-            except CkptError:  # somebody else removes it too, or it is still being written: it is invisible anyway
-                continue
-            removed.append(name)
-    return removed
+    local: LocalStore = run  # type: ignore[assignment]
+    left = [name for name in run.children()[0] if name.startswith(f".{prefix}") and name.endswith((SAVING, DELETING))]
+    return [name for name in left if _collect(local, name)]
+
+
+def _collect(run: LocalStore, name: str) -> bool:
+    try:
+        fd = os.open(run.full(name), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # somebody else removes it too
+        return False
+    try:
+        if not _lock(fd):
+            return False
+        doomed = name if name.endswith(DELETING) else name + DELETING
+        if doomed != name:
+            run.rename_dir(name, doomed)
+        run.remove_tree(doomed)
+    except CkptError:  # it is invisible anyway, and tried again by the next save
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def exists(run: Store, name: str) -> bool:
     return run.exists(f"{name}/{mf.NAME}")
 
 
-def build(  # noqa: PLR0913
+def build(
     params: dict[str, Param],
     *,
     tree: Any,

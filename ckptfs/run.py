@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ckptfs import commit
+from ckptfs import commit, retention
+from ckptfs.asyncsave import Background, HookPoint, OnBusy, Save, hold_updates, hook_points, owned_by
 from ckptfs.checkpoint import Checkpoint
 from ckptfs.errors import MismatchError, NotFoundError
+from ckptfs.manifest import NAME as MANIFEST
 from ckptfs.manifest import check_relative
+from ckptfs.meet import PlanCache
 from ckptfs.ranks import Group
-from ckptfs.save import PlanCache, Request, Result, Save, Saver
+from ckptfs.save import Request, Result, Saver
 from ckptfs.settings import Settings
+from ckptfs.stage import Pools, affordable_bytes
 from ckptfs.storage import open_store
-from ckptfs.storage.directio import BufferPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ckptfs.watch import Leased
 
@@ -27,16 +30,30 @@ _AT = re.compile(r"(?s)(.*)@(latest|\d+)\Z")
 
 
 class Run:
-    """Steps under one URL. Cheap to make; safe to make on every rank."""
+    """Steps under one URL. Cheap to make; safe to make on every rank.
+
+    `keep_last`, `keep_every` and `keep` (step → whether it stays) limit what is kept: see retention.py.
+    """
 
     def __init__(
-        self, url: Any, *, group: Group | None = None, settings: Settings | None = None, **options: Any
+        self,
+        url: Any,
+        *,
+        group: Group | None = None,
+        settings: Settings | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep: Callable[[int], bool] | None = None,
+        **options: Any,
     ) -> None:
         self.store = url if hasattr(url, "read_into") else open_store(url, **options)
         self.settings = settings or Settings()
         self._group = group
         self._cache = PlanCache()
-        self._pool: BufferPool | None = None
+        self._pools = Pools(self.settings.io_bytes)
+        self._background = Background()
+        self._policy = retention.Policy(keep_last, keep_every, keep)
+        self._pruner = retention.Pruner(self.store, self._policy, self.steps)
 
     def __repr__(self) -> str:
         return f"<ckptfs.Run {self.url}>"
@@ -87,7 +104,7 @@ class Run:
 
     # --- saving ----------------------------------------------------------------------------------------
 
-    def save(  # noqa: PLR0913
+    def save(
         self,
         step: int,
         value: object,
@@ -98,42 +115,140 @@ class Run:
         allow_pickle: bool = False,
         maps: Mapping[str, Any] | None = None,
     ) -> Result:
-        """Save a tree as `step`; returns when it is committed, durable and visible, or raises. Called by every rank."""
+        """Save a tree as `step`; returns when it is committed, durable and visible, or raises. Called by every rank.
+
+        A save in the background ends first. Alone, what went wrong is raised as it is; with several ranks a failing
+        rank makes every rank raise the same SaveError.
+        """
+        request = self._request(step, assets, compression, overwrite, maps, allow_pickle)
+        return self._save(request, value)
+
+    def save_async(
+        self,
+        step: int,
+        value: object,
+        *,
+        before_update: HookPoint = None,
+        on_busy: OnBusy = "wait",
+        assets: str | os.PathLike[str] | Mapping[str, bytes | str] | None = None,
+        compression: Any = None,
+        overwrite: bool = False,
+        allow_pickle: bool = False,
+        maps: Mapping[str, Any] | None = None,
+    ) -> Save:
+        """Save a tree as `step` in the background. Called by every rank.
+
+        Without `before_update` this returns when the snapshot is taken: tensors may change from then on. With an
+        optimizer, or several, it returns at once, and their next step waits for what is not copied yet; whatever these
+        optimizers do not own is copied before this returns. Instead of an optimizer, a function that is given what to
+        call before anything in the tree changes.
+
+        `on_busy`: while another save of this run is under way, "wait" for it, "skip" this one, or raise an "error".
+        The ranks decide alike.
+        """
+        if on_busy not in ("wait", "skip", "error"):
+            raise MismatchError(f"on_busy is 'wait', 'skip' or 'error', not {on_busy!r}")
+        points = None if before_update is None else hook_points(before_update)
+        request = self._request(step, assets, compression, overwrite, maps, allow_pickle)
+        save = self._begin(request)
+        with save.blocking():
+            self._background.tell()
+            limit_s = self.settings.enter_timeout_s
+            if not self._background.may_start(on_busy, self.group, request.topic, step, limit_s):
+                save.skip()
+            elif points is None:
+                self._background.wait_idle()
+                save.snapshot(value)
+                self._background.start(save)
+            else:
+                self._save_lazily(save, value, points)
+        return save
+
+    def _save_lazily(self, save: Save, value: object, points: list[Any]) -> None:
+        owned = owned_by(points)
+        copied_bytes = save.describe(value, owned)
+        if copied_bytes > self.settings.async_buffer_bytes // 4:
+            save.note(f"{copied_bytes} bytes that no given optimizer owns were copied before save_async returned")
+        hold_updates(points, save)
+        self._background.start(save)
+
+    def _request(
+        self, step: int, assets: Any, compression: Any, overwrite: bool, maps: Any, allow_pickle: bool
+    ) -> Request:
         if type(step) is not int or step < 0:
             raise MismatchError(f"a step is a whole number from 0 on, not {step!r}")
-        return self._save(
-            Request(
-                commit.step_name(step),
-                step,
-                self.url,
-                overwrite,
-                patterns_of(compression),
-                read_assets(assets) if self.group.rank == 0 else {},
-                maps or {},
-                allow_pickle,
-            ),
-            value,
+        files = read_assets(assets) if self.group.rank == 0 else {}
+        return Request(
+            commit.step_name(step),
+            step,
+            self.url,
+            overwrite,
+            patterns_of(compression),
+            files,
+            maps or {},
+            allow_pickle,
         )
 
     def _save(self, request: Request, value: object) -> Result:
-        return Save(self._saver(request)).run(value)
+        self._background.tell()
+        self._background.wait_idle()
+        saver = Saver(self.store, request, self.group, self.settings, self._cache, self._pools)
+        result = Save(saver).run(value)
+        self._committed()
+        return result
 
-    def _saver(self, request: Request) -> Saver:
-        if self._pool is None and self.store.positional:
-            self._pool = BufferPool(self.settings.buffer_bytes, self.settings.io_bytes)
-        return Saver(self.store, request, self.group, self.settings, self._cache, self._pool)
+    def _begin(self, request: Request) -> Save:
+        saver = Saver(self.store, request, self.group, self.settings, self._cache, self._pools)
+        saver.buffer_bytes = affordable_bytes(self.settings.async_buffer_bytes)
+        return Save(saver, self._committed)
+
+    def _committed(self) -> None:
+        if self.group.rank == 0:
+            self._pruner.after_commit()
+
+    def wait_idle(self) -> None:
+        """Until no save is under way and no step is being deleted. Failures are not raised here."""
+        self._background.wait_idle()
+        self._pruner.wait()
 
     def close(self) -> None:
-        """Give buffers back."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        """Wait for saves and deletions under way, give buffers back; raises a failure that nobody has asked for."""
+        failure = self._close()
+        if failure is not None:
+            raise failure
 
-    def __enter__(self) -> Run:
+    def _close(self) -> BaseException | None:
+        failure = self._background.close()
+        self._pruner.wait()
+        self._pools.close()
+        return failure
+
+    # --- keeping ---------------------------------------------------------------------------------------
+
+    def pin(self, step: int) -> None:
+        """Keep a step whatever the policy says, until `unpin`; it holds for every process."""
+        retention.pin(self.store, step)
+
+    def unpin(self, step: int) -> None:
+        """Leave a step to the policy again."""
+        retention.unpin(self.store, step)
+
+    @property
+    def pinned(self) -> list[int]:
+        return sorted(retention.pinned(self.store))
+
+    def prune(self) -> list[int]:
+        """Delete now what the policy does not keep; the steps that are gone. Saves do this by themselves."""
+        return retention.prune(self.store, self.steps(), self._policy)
+
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        elif (failure := self._close()) is not None:
+            error.add_note(f"besides, a save in the background failed: {failure}")
 
     # --- loading ---------------------------------------------------------------------------------------
 
@@ -182,7 +297,7 @@ def open_url(url: str | os.PathLike[str], **options: Any) -> Run | Checkpoint:
     base, step = split_url(url)
     if step is None:
         store = open_store(base, **options)
-        return Checkpoint(store) if store.exists(commit.mf.NAME) else Run(store)
+        return Checkpoint(store) if store.exists(MANIFEST) else Run(store)
     run = Run(base, **options)
     return run.latest if step == "latest" else run[int(step)]
 
@@ -204,7 +319,7 @@ def _parent(path: str | os.PathLike[str]) -> tuple[str, str]:
     return head or ("/" if text.startswith("/") else "."), name
 
 
-def save(  # noqa: PLR0913
+def save(
     path: str | os.PathLike[str],
     value: object,
     *,

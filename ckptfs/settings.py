@@ -23,3 +23,4 @@ class Settings:
     small_file_bytes: int = 256 * 1024  # below: no reservation, no direct I/O, written in one call
     enter_timeout_s: float = 600.0  # how long the leader waits for a rank to enter a save
     progress_timeout_s: float = 120.0  # how long a rank may stand still before a save is given up
+    silence_timeout_s: float = 30.0  # how long a rank may give no sign of life (dead, stopped) before that

@@ -6,6 +6,7 @@ a GPU run on a stream of their own into pinned memory, and the job says when the
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from ckptfs.saveplan import cut
 from ckptfs.shards import as_numpy
+from ckptfs.storage.directio import Buffer, BufferPool, address_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from ckptfs.box import Box
     from ckptfs.grid import Layout
     from ckptfs.saveplan import SavePlan
+    from ckptfs.shards import Held
 
 PAGE = 4096
 _PACK = 64  # small arrays lie at multiples of this in a shared buffer
@@ -88,56 +91,185 @@ def fill(layout: Layout, pieces: Iterable[tuple[Box, Any]], start: int, stop: in
         for box, data in arrays:
             inner = valid & box
             if inner.size:
-                np.copyto(out[(..., *inner.within(padded.start).slices)], data[(..., *inner.within(box.start).slices)])
+                # `...` so that a 0-d array stays one.
+                to: Any = (..., *inner.within(padded.start).slices)
+                source: Any = (..., *inner.within(box.start).slices)
+                np.copyto(out[to], data[source])
+
+
+class Started:
+    """The moment of the call, on every GPU: copies made later, by another thread, begin after it."""
+
+    def __init__(self, events: dict[Any, Any]) -> None:
+        self.events = events  # device → event on the stream that the caller used there
+
+    @classmethod
+    def now(cls) -> Started:
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+            return cls({})
+        events = {}
+        for number in range(torch.cuda.device_count()):
+            device = torch.device("cuda", number)
+            with torch.cuda.device(device):
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+            events[device] = event
+        return cls(events)
+
+
+class StagingPool(BufferPool):
+    """Buffers that a GPU copies to without a detour: each is page-locked once, when it is first used for that."""
+
+    def __init__(self, budget_bytes: int, buffer_bytes: int) -> None:
+        super().__init__(budget_bytes, buffer_bytes)
+        self._pinned: dict[int, Buffer] = {}  # by address
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """From now on at most so much memory, but always one buffer; what is there already stays."""
+        self.capacity = max(1, budget_bytes // self._mapped_bytes)
+
+    def pin(self, buffer: Buffer) -> None:
+        address = address_of(buffer.view)
+        if address in self._pinned:
+            return
+        cudart = sys.modules["torch"].cuda.cudart()
+        # 1: cudaHostRegisterPortable, for all devices. A refusal (locked-memory limit) costs speed only.
+        if int(cudart.cudaHostRegister(address, len(buffer.view), 1)) == 0:
+            self._pinned[address] = buffer
+
+    def close(self) -> None:
+        # Before the memory is unmapped. Buffers still out belong to a copy in flight and end with the process.
+        for address in [address_of(buffer.view) for buffer in self._free]:
+            if self._pinned.pop(address, None) is not None:
+                sys.modules["torch"].cuda.cudart().cudaHostUnregister(address)
+        super().close()
+
+
+class Pools:
+    """The staging memory of a run: one pool, kept from save to save, replaced only when a file needs larger buffers."""
+
+    def __init__(self, io_bytes: int) -> None:
+        self._io_bytes = io_bytes
+        self._pool: StagingPool | None = None
+
+    def fit(self, budget_bytes: int, largest_bytes: int) -> StagingPool:
+        """A pool whose buffers hold `largest_bytes`, with room for two of them at least."""
+        size = max(self._io_bytes, largest_bytes)
+        budget_bytes = max(budget_bytes, 2 * (size + 2 * PAGE))
+        if self._pool is not None and self._pool.buffer_bytes < size:
+            self.close()
+        if self._pool is None:
+            self._pool = StagingPool(budget_bytes, size)
+        self._pool.set_budget(budget_bytes)
+        return self._pool
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def affordable_bytes(wanted_bytes: int) -> int:
+    """A staging budget that this machine has room for: half of what is free, shared with the other ranks here."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            free_kib = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return wanted_bytes
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    return min(wanted_bytes, free_kib * 1024 // (2 * ranks))
+
+
+def storage_addresses(values: Iterable[Any]) -> set[int]:
+    """Where the memory of these tensors begins, whatever views of it there are."""
+    found = set()
+    for value in values:
+        local = getattr(value, "_local_tensor", value)
+        if hasattr(local, "untyped_storage"):
+            found.add(local.untyped_storage().data_ptr())
+    return found - {0}
+
+
+def copies_of_unowned(held: Iterable[Held], owned: set[int]) -> int:
+    """Replace live data that lies outside the owned memory by copies; returns the bytes copied."""
+    copied = 0
+    for one in held:
+        for i, (box, data) in enumerate(one.pieces):
+            if isinstance(data, np.ndarray):
+                one.pieces[i] = (box, data.copy())
+            elif storage_addresses([data]) <= owned:
+                continue
+            else:
+                one.pieces[i] = (box, data.clone())
+            copied += data.nbytes
+    return copied
 
 
 class Stager:
-    """Copies jobs into buffers. One a save; `copy` is called by one thread, `landed` by any."""
+    """Copies jobs into buffers. One a save; `copy` is called by one thread, what it returns is awaited by any."""
 
-    def __init__(self, plan: SavePlan, pieces: Sequence[Sequence[tuple[Box, Any]]]) -> None:
+    def __init__(
+        self, plan: SavePlan, pieces: Sequence[Sequence[tuple[Box, Any]]], started: Started, pool: StagingPool
+    ) -> None:
         self._plan = plan
         self._pieces = pieces
-        torch = sys.modules.get("torch")
-        self._cuda = torch is not None and any(getattr(data, "is_cuda", False) for held in pieces for _, data in held)
-        self._stream = torch.cuda.Stream() if self._cuda else None  # type: ignore[union-attr]
-        if self._cuda:
-            # What the caller's stream has queued (the update that made these values) comes first.
-            self._stream.wait_stream(torch.cuda.current_stream())  # type: ignore[union-attr]
+        self._pool = pool
+        self._started = started
+        self._streams: dict[Any, Any] = {}  # device → a stream of our own
 
-    def copy(self, job: Job, view: memoryview) -> Any:
-        """Fill the buffer; returns a CUDA event when the copy is still under way, else None."""
-        event = None
+    def copy(self, job: Job, buffer: Buffer) -> list[Any]:
+        """Fill the buffer; returns the CUDA events of copies that are still under way."""
+        devices = set()
         for part in job.parts:
             layout = self._plan.arrays[part.array].layout
-            into = view[part.at : part.at + part.stop - part.start]
+            into = buffer.view[part.at : part.at + part.stop - part.start]
             held = self._pieces[part.array]
-            if self._cuda and any(getattr(data, "is_cuda", False) for _, data in held):
+            here = {data.device for _, data in held if getattr(data, "is_cuda", False)}
+            if here:
+                self._pool.pin(buffer)
                 self._fill_from_gpu(layout, held, part, into)
-                event = True
+                devices |= here
             else:
                 fill(layout, held, part.start, part.stop, into)
-        if event is None:
-            return None
-        torch = sys.modules["torch"]
-        event = torch.cuda.Event()
-        event.record(self._stream)
+        return [self._record(device) for device in devices]
+
+    def wait_landed(self) -> None:
+        """Every copy that was begun is complete."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._pieces = ()
+
+    def _record(self, device: Any) -> Any:
+        event = sys.modules["torch"].cuda.Event()
+        event.record(self._streams[device])
         return event
+
+    def _stream(self, device: Any) -> Any:
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = sys.modules["torch"].cuda.Stream(device)
+            # What the caller's stream had queued (the update that made these values) comes first.
+            if device in self._started.events:
+                stream.wait_event(self._started.events[device])
+        return stream
 
     def _fill_from_gpu(self, layout: Layout, held: Sequence[tuple[Box, Any]], part: Part, into: memoryview) -> None:
         torch = sys.modules["torch"]
         size = layout.itemsize
         carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[size]
         flat = torch.frombuffer(into, dtype=carrier)
-        with torch.cuda.stream(self._stream):
-            for offset, valid, padded in layout.parts(part.start, part.stop):
-                out = flat[offset // size : offset // size + padded.size].view(padded.shape)
-                if valid.shape != padded.shape:
-                    out.zero_()
-                for box, data in held:
-                    inner = valid & box
-                    if not inner.size:
-                        continue
+        for offset, valid, padded in layout.parts(part.start, part.stop):
+            out = flat[offset // size : offset // size + padded.size].view(padded.shape)
+            if valid.shape != padded.shape:
+                out.zero_()
+            for box, data in held:
+                inner = valid & box
+                if not inner.size:
+                    continue
+                stream = self._stream(data.device)
+                with torch.cuda.stream(stream):
                     source = data.resolve_conj().resolve_neg()[inner.within(box.start).slices]
                     out[inner.within(padded.start).slices].copy_(source.view(carrier), non_blocking=True)
-                    # The allocator must not hand this memory out again before the copy is done.
-                    data.record_stream(self._stream)
+                # The allocator must not hand this memory out again before the copy is done.
+                data.record_stream(stream)

@@ -6,6 +6,7 @@ reaches the caller of `finish`; after the first one the others stop early.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -17,14 +18,14 @@ from ckptfs import zarr3
 from ckptfs.errors import CkptError, StorageError
 from ckptfs.manifest import digest
 from ckptfs.saveplan import cut
-from ckptfs.storage.directio import BufferPool, DirectWriter
+from ckptfs.storage.directio import DirectWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckptfs.saveplan import Array, SavePlan
     from ckptfs.settings import Settings
-    from ckptfs.stage import Job, Part, Stager
+    from ckptfs.stage import Job, Part, Stager, StagingPool
     from ckptfs.storage import LocalStore, Store
 
 
@@ -117,26 +118,26 @@ def _index(array: Array, file: int, stored: list[int] | None = None) -> bytes:
 class Pipeline:
     """One rank's writes. `feed` every job, then `finish`."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         store: Store,
         plan: SavePlan,
         jobs: Sequence[Job],
         stager: Stager,
-        pool: BufferPool,
+        pool: StagingPool,
         settings: Settings,
         *,
         progress: Callable[[int], None] = lambda done: None,
-        cancelled: Callable[[], bool] = lambda: False,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._plan, self._stager, self._pool = store, plan, stager, pool
-        self._progress, self._cancelled = progress, cancelled
+        self._progress, self._check = progress, check
         self.written: list[Written] = []
         self.raw_bytes = self.stored_bytes = 0
         self.codec_s = 0.0
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[Job, Any, Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Job, Any, list[Any]] | None] = queue.SimpleQueue()
         self.files = Files(store, plan, jobs, settings.small_file_bytes) if store.positional else None  # type: ignore[arg-type]
         # No more threads than there are jobs: a tiny save starts one.
         self._threads = [
@@ -151,11 +152,11 @@ class Pipeline:
         self._raise_if_broken()
         buffer = self._acquire()
         try:
-            event = self._stager.copy(job, buffer.view)
+            events = self._stager.copy(job, buffer)
         except BaseException:
             self._pool.release(buffer)
             raise
-        self._queue.put((job, buffer, event))
+        self._queue.put((job, buffer, events))
 
     def _acquire(self) -> Any:
         while True:
@@ -167,8 +168,13 @@ class Pipeline:
     def _raise_if_broken(self) -> None:
         if self._error is not None:
             raise self._error
-        if self._cancelled():
-            raise CkptError("the save has failed on another rank")
+        self._check()
+
+    def cancel(self, error: BaseException) -> None:
+        """End the threads, leaving what is not written yet."""
+        self._error = self._error or error
+        with contextlib.suppress(CkptError):
+            self.stop()
 
     def finish(self) -> None:
         """Wait for all writes; raises the first error."""
@@ -191,14 +197,15 @@ class Pipeline:
             item = self._queue.get()
             if item is None:
                 return
-            job, buffer, event = item
+            job, buffer, events = item
             try:
-                if self._error is None and not self._cancelled():
-                    if event is not None:
-                        event.synchronize()
+                for event in events:  # also after an error: a copy must not land in a buffer that others use
+                    event.synchronize()
+                if self._error is None:
+                    self._check()
                     for part in job.parts:
                         self._write(part, buffer.view[part.at : part.at + part.stop - part.start])
-            except BaseException as error:  # noqa: BLE001 - handed to the caller by finish()
+            except BaseException as error:
                 self._error = self._error or error
             finally:
                 self._pool.release(buffer)
@@ -211,7 +218,8 @@ class Pipeline:
         else:
             size = self._plan.extent_bytes
             hashes = [digest(view[a - part.start : b - part.start]) for a, b in cut(part.start, part.stop, size)]
-            self.files.write(part, view)  # type: ignore[union-attr] - shared files are planned for positional stores only
+            assert self.files is not None  # files that several ranks share are planned for positional stores only
+            self.files.write(part, view)
             stored = len(view)
         with self._lock:
             self.written.append(Written(part.array, part.start, part.stop, lengths, b"".join(hashes)))

@@ -334,6 +334,11 @@ class Round:
 
     # -- small parts
 
+    @property
+    def state(self) -> str:
+        """Where this rank is in the round: a state of watch.TRANSITIONS."""
+        return self._state
+
     def key(self, name: str) -> str:
         return f"{self._base}/{self.seq}/{name}"
 
@@ -561,6 +566,17 @@ class LeaderRound(Round):
             return value[4 + length :]
         self._failures[rank] = f"failed: {_say(from_dict(json.loads(value[4 + length :])))}"
         return None
+
+    def with_late_failures(self, error: SaveError, settle_s: float) -> SaveError:
+        """The error with those added who fail within `settle_s`: what stops one rank (a full disk) often stops more."""
+        known = {**error.by_rank, **self._failures}
+        pauses, ends_s = Pauses(self.group.size), time.monotonic() + settle_s
+        while self.group.size > 1 and time.monotonic() < ends_s and len(known) < self.group.size:
+            with contextlib.suppress(StorageError):
+                self._read_done(lambda *_: None, None)
+            known |= self._failures
+            pauses.pause(0.05)
+        return error if known == error.by_rank else self._failed(known)
 
     def slow_ranks(self, times: float = 4.0) -> dict[int, str]:
         """After gather: ranks that were `times` slower than the median in a phase, with both rates."""

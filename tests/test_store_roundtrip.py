@@ -135,3 +135,24 @@ def test_any_layout_into_any_other_compressed(folder, case, compression):
         round_trip(store, case, compression=compression)
     finally:
         shutil.rmtree(store.root, ignore_errors=True)
+
+
+def test_ties_that_only_some_ranks_see_keep_both_values():
+    store = MemoryStore("ties")
+    a, b = np.arange(40, dtype="f4"), np.arange(40, dtype="f4")
+
+    def save(rank, group):
+        tree = {"a": a, "b": a} if rank == 0 else {"a": a.copy(), "b": b}
+        with Run(store, group=group) as run:
+            run.save(1, tree)
+            run.save(2, {"a": a, "b": a}, compression="zstd")
+
+    on_ranks(2, save)
+    with Run(store) as run:
+        assert dict(run[1].manifest.aliases) == {}
+        assert dict(run[2].manifest.aliases) == {"b": "a"}
+        for step in (1, 2):
+            assert verify(run[step]) == []
+            tree = run[step].tree(numpy=True)
+            assert same(tree["a"], a)
+            assert same(tree["b"], b)

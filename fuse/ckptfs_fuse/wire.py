@@ -42,7 +42,6 @@ FOPEN_NOFLUSH = 1 << 5
 FOPEN_PASSTHROUGH = 1 << 7
 
 # ioctls of /dev/fuse
-IOC_CLONE = 0x8004E500
 IOC_BACKING_OPEN = 0x4010E501
 IOC_BACKING_CLOSE = 0x4004E502
 
@@ -264,7 +263,3 @@ def backing_map(fd: int) -> bytes:
 
 def backing_id_in(backing_id: int) -> bytes:
     return _INT32.pack(backing_id)
-
-
-def clone_in(fd: int) -> bytes:
-    return _INT32.pack(fd)

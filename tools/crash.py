@@ -1,0 +1,225 @@
+"""A crash campaign: real torchrun jobs, faults at random moments, and after each the four promises checked.
+
+    tools/dev run python tools/crash.py --minutes 20 --seed 1
+
+After every fault: the latest step is the old or the new one; every visible step verifies; the next save succeeds;
+nothing is left over. Prints a table of faults tried and survived; exits 1 at the first broken promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import ckptfs
+from ckptfs.verify import verify
+
+WORKER = Path(__file__).resolve().parent / "crash_worker.py"
+KINDS = ("kill one rank", "kill all ranks", "stop one rank", "file system fault", "full disk")
+DISK_BYTES = 24 << 20  # of the small disk: holds a few steps
+
+
+class Job:
+    """A torchrun job in a process group of its own."""
+
+    def __init__(self, run: str, ranks: int, *args: object) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        self.process = subprocess.Popen(
+            [*command, str(WORKER), run, *map(str, args)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.lines: list[str] = []
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None  # noqa: S101 - opened with a pipe
+        for line in self.process.stdout:
+            self.lines.append(line)
+            self._queue.put(line)
+        self._queue.put(None)
+
+    def wait_for(self, text: str, timeout_s: float) -> bool:
+        """Whether a line with this text came before the job ended or the time was up."""
+        end = time.monotonic() + timeout_s
+        while (left := end - time.monotonic()) > 0:
+            try:
+                line = self._queue.get(timeout=left)
+            except queue.Empty:
+                return False
+            if line is None:
+                return False
+            if text in line:
+                return True
+        return False
+
+    def workers(self) -> list[int]:
+        """Process ids of the ranks."""
+        out = []
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = status.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == self.process.pid:
+                out.append(int(status.parent.name))
+        return sorted(out)
+
+    def kill(self) -> None:
+        for pid in [*self.workers(), self.process.pid]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def finish(self, timeout_s: float) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self.process.wait(30)
+
+
+def steps_of(run: str) -> list[int]:
+    return ckptfs.Run(run).steps() if os.path.isdir(run) else []
+
+
+def broken(run: str, before: list[int], job: Job) -> str | None:
+    """The first promise that does not hold after a fault, or None."""
+    output = "".join(job.lines)
+    if "WRONG DATA" in output or "UNEXPECTED" in output:
+        return output
+    after = steps_of(run)
+    if before and (not after or after[-1] < before[-1]):
+        return f"steps went from {before[-3:]} to {after[-3:]}"
+    for step in after[-3:]:
+        with ckptfs.Run(run)[step] as checkpoint:
+            problems = verify(checkpoint)
+            if problems:
+                return f"step {step} does not verify: {problems[0]}"
+    return None
+
+
+def leftovers(run: str) -> list[str]:
+    return [name for name in os.listdir(run) if name.endswith((".saving", ".deleting"))]
+
+
+def campaign(folder: str, seconds: float, seed: int) -> int:
+    draw = random.Random(seed)
+    run, small = f"{folder}/run", f"{folder}/small"
+    disk = _small_disk(folder, small)
+    tried: Counter[str] = Counter()
+    survived: Counter[str] = Counter()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        kind = draw.choice(KINDS if disk else KINDS[:-1])
+        ranks = draw.choice([1, 2, 4])
+        where = f"{small}/run" if kind == "full disk" else run
+        before = steps_of(where)
+        rate = 0.7 if kind == "file system fault" else 0.0
+        job = Job(where, ranks, "--seed", draw.randrange(1 << 30), "--saves", draw.randint(3, 9), "--faults", rate)
+        delay_s = draw.random() * 1.5
+        if kind.startswith(("kill", "stop")) and job.wait_for("READY", 60):
+            _strike(kind, job, draw, delay_s)
+        if kind == "full disk":
+            # The steps themselves fill it; errors are expected there, damage is not.
+            job.finish(90)
+            job.lines = [line.replace("UNEXPECTED", "expected") for line in job.lines]
+        code = job.finish(90)
+        job.kill()
+        faults = sum("FAULT" in line for line in job.lines) if rate else 1
+        tried[kind] += faults
+        wrong = broken(where, before, job)
+        if wrong is None and kind == "full disk":
+            for step in steps_of(where)[:-1]:
+                ckptfs.run.commit.discard(ckptfs.Run(where).store, ckptfs.run.commit.step_name(step))
+        if wrong is None and kind != "full disk":
+            wrong = _next_save(where, draw)
+        if wrong is not None:
+            print(f"BROKEN after {kind!r} on {ranks} rank(s), exit status {code}:\n{wrong}\n{''.join(job.lines[-40:])}")
+            return 1
+        survived[kind] += faults
+        _thin(run)
+        print(
+            f"{time.strftime('%H:%M:%S')}  {kind} ({ranks} ranks): survived, latest {steps_of(where)[-1:]}", flush=True
+        )
+    print(f"\nseed {seed}, {seconds / 60:.0f} minutes\n| fault | tried | survived |\n|---|---|---|")
+    for kind in KINDS:
+        print(f"| {kind} | {tried[kind]} | {survived[kind]} |")
+    return 0
+
+
+def _strike(kind: str, job: Job, draw: random.Random, delay_s: float) -> None:
+    job.wait_for("no such line", delay_s)  # a random moment, ended early when the job ends
+    workers = job.workers()
+    if not workers:
+        return
+    if kind == "kill all ranks":
+        job.kill()
+        return
+    victim = draw.choice(workers)
+    os.kill(victim, signal.SIGKILL if kind == "kill one rank" else signal.SIGSTOP)
+    if kind == "stop one rank":
+        job.wait_for("no such line", 2.0)
+        job.kill()
+
+
+def _next_save(run: str, draw: random.Random) -> str | None:
+    """The save after a fault must succeed, on another number of ranks, and clean up."""
+    before = steps_of(run)
+    job = Job(run, draw.choice([1, 2]), "--saves", 1)
+    code = job.finish(90)
+    after = steps_of(run)
+    if code or not after or (before and after[-1] != before[-1] + 1):
+        return f"the next save failed (exit status {code}, steps {after[-3:]}):\n{''.join(job.lines[-40:])}"
+    left = leftovers(run)
+    return f"left over after a good save: {left}" if left else None
+
+
+def _thin(run: str) -> None:
+    """Keep the folder small: the last three steps stay."""
+    for step in steps_of(run)[:-3]:
+        ckptfs.run.commit.discard(ckptfs.Run(run).store, ckptfs.run.commit.step_name(step))
+
+
+def _small_disk(folder: str, mounted: str) -> bool:
+    """A small file system on a loop device, where root may make one."""
+    image = f"{folder}/disk"
+    os.makedirs(mounted)
+    with open(image, "wb") as file:
+        file.truncate(DISK_BYTES)
+    steps = (["mkfs.ext4", "-q", "-F", image], ["mount", "-o", "loop", image, mounted])
+    return os.geteuid() == 0 and all(
+        subprocess.run(step, capture_output=True, check=False).returncode == 0 for step in steps
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ckptfs-crash-") as folder:
+        try:
+            code = campaign(folder, args.minutes * 60, args.seed)
+        finally:
+            subprocess.run(["umount", f"{folder}/small"], capture_output=True, check=False)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

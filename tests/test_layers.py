@@ -17,7 +17,7 @@ ROWS = [
     "__main__ cli ckptfs_fuse serve adapters convert",
     "ckptfs",
     "views",
-    "run signals training watch diff verify safe_open",
+    "run signals training watch diff verify stats safe_open",
     "checkpoint save asyncsave retention load view stream shared_reads",
     "write commit read lease meet",
     "stage ranks storage zarr_dtypes zarr_plugin maps progress",

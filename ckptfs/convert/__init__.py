@@ -1,0 +1,1 @@
+"""Other formats in and out. Each module states what it keeps and what it refuses."""

@@ -457,3 +457,56 @@ def pad(child: Expr, dim: int, start: int, length: int) -> Expr:
 
 def cast(child: Expr, dtype: str) -> Expr:
     return child if dtype == child.dtype else _Cast(child, dtype)
+
+
+# --- seeing through what moves nothing -----------------------------------------------------------------------
+
+
+def contiguous(array: Expr) -> list[tuple[str, int, int]] | None:
+    """The array as row-major stretches of sources, one behind the other: [(source, first element, end), ...].
+
+    None when its elements are rearranged, converted or made up: then only `plan` can say.
+    """
+    try:
+        return _merged(_stretches_of(array, 0, prod(array.shape)))
+    except _RearrangedError:
+        return None
+
+
+class _RearrangedError(Exception):
+    pass
+
+
+def _stretches_of(array: Expr, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+    """Elements [start, stop) of the row-major array."""
+    if start == stop:
+        return
+    if isinstance(array, Source):
+        yield array.name, start, stop
+    elif isinstance(array, _Reshaped):
+        yield from _stretches_of(array.child, start, stop)
+    elif isinstance(array, _Cut | _Picked) and prod(array.child.shape[: array.dim]) == 1:
+        first = array.start if isinstance(array, _Cut) else array.index
+        moved = first * prod(array.child.shape[array.dim + 1 :])
+        yield from _stretches_of(array.child, start + moved, stop + moved)
+    elif isinstance(array, _Joined | _Stacked) and prod(array.shape[: array.dim]) == 1:
+        low = 0
+        for child in array.children:
+            if child is None:
+                raise _RearrangedError
+            high = low + prod(child.shape)
+            if low < stop and high > start:
+                yield from _stretches_of(child, max(start, low) - low, min(stop, high) - low)
+            low = high
+    else:
+        raise _RearrangedError
+
+
+def _merged(parts: Iterator[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    out: list[tuple[str, int, int]] = []
+    for name, start, stop in parts:
+        if out and out[-1][0] == name and out[-1][2] == start:
+            out[-1] = (name, out[-1][1], stop)
+        else:
+            out.append((name, start, stop))
+    return out

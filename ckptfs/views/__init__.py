@@ -1,7 +1,10 @@
 """Virtual trees of files over checkpoints: plain objects computed from manifests, exact sizes, no kernel in them.
 
 `ckptfs.views.nodes` is the protocol: directories, files, links. The mount and the HTTP server are thin faces over it.
+`open_root` gives the tree of a run or a step; `build` is the same for a server that is told what to show by name.
 """
+
+from typing import Any
 
 from ckptfs.views.nodes import (
     BackingFile,
@@ -21,6 +24,19 @@ from ckptfs.views.nodes import (
     walk,
 )
 
+
+def open_root(config: Any) -> Dir:
+    """The directory that shows a run, a step, or a part of one: `config` is a URL, a ViewConfig or its `to_dict`."""
+    from ckptfs.views.run import open_root as opened
+
+    return opened(config)
+
+
+def build(**config: Any) -> Dir:
+    """`open_root` for those who have the fields of a ViewConfig."""
+    return open_root(config)
+
+
 __all__ = [
     "BackingFile",
     "BytesFile",
@@ -35,6 +51,8 @@ __all__ = [
     "Segment",
     "SegmentsFile",
     "Zeros",
+    "build",
+    "open_root",
     "resolve",
     "walk",
 ]

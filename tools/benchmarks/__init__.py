@@ -1,0 +1,1 @@
+"""Measurements of ckptfs beside its peers: one harness, one schema of results, one report."""

@@ -1,0 +1,245 @@
+"""A training loop with a checkpoint every iteration: how long each system makes it wait, and what it costs end to end.
+
+An iteration is: a fixed number of matrix products on one core (forward and backward), the optimizer's update of every
+parameter, the call that begins a save. A save is under way when the clock starts, so that every counted iteration
+meets the one before it. Before a new save, a system waits for its previous one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.machine import Cost, measured
+from benchmarks.model import State, shapes, size_of
+
+if TYPE_CHECKING:
+    from benchmarks.work import Ranks
+
+ITERATIONS = 3
+BYTES_PER_COMPUTE_S = 0.4e9  # the step between two saves is long enough for a save at 0.4 GB/s in the background
+
+
+class Saving:
+    """One way to checkpoint in a loop. `begin` returns when training may go on; `finish` when the last is durable."""
+
+    name = "no checkpoints"
+
+    def __init__(self, ranks: Ranks, tensors: dict[str, Any], optimizer: Any) -> None:
+        self.ranks, self.tensors, self.optimizer = ranks, tensors, optimizer
+        self.open()
+
+    def open(self) -> None:
+        pass
+
+    def begin(self, number: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def waited_in_update_s(self) -> float:
+        return 0.0
+
+    def folders(self, number: int) -> list[Path]:
+        return [self.ranks.folder / f"{type(self).__name__}-{number}"]
+
+
+class DcpSync(Saving):
+    name = "DCP save"
+
+    def begin(self, number: int) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save({"model": self.tensors}, checkpoint_id=str(self.folders(number)[0]))
+
+
+class DcpAsync(Saving):
+    """In its thread mode, with a stager that keeps its host memory, and a process group of its own."""
+
+    name = "DCP async_save"
+
+    def open(self) -> None:
+        import torch.distributed as dist
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        self._group = dist.new_group()
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))  # noqa: FBT003
+        self._future: Any = None
+
+    def begin(self, number: int) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        self.finish()
+        self._future = dcp.async_save(
+            {"model": self.tensors},
+            checkpoint_id=str(self.folders(number)[0]),
+            process_group=self._group,
+            async_stager=self._stager,
+        )
+
+    def finish(self) -> None:
+        if self._future is not None:
+            getattr(self._future, "upload_completion", self._future).result()
+            self._future = None
+
+
+class CkptfsSync(Saving):
+    name = "ckptfs save"
+
+    def open(self) -> None:
+        import ckptfs
+
+        self._run = ckptfs.Run(self.ranks.folder / f"{type(self).__name__}-run")
+        self._save: Any = None
+
+    def begin(self, number: int) -> None:
+        self._run.save(number, {"model": self.tensors})
+
+    def finish(self) -> None:
+        if self._save is not None:
+            self._save.result()
+            self._save = None
+
+    def folders(self, number: int) -> list[Path]:
+        return [self.ranks.folder / f"{type(self).__name__}-run" / f"step-{number:08d}"]
+
+
+class CkptfsSnapshot(CkptfsSync):
+    name = "ckptfs save_async"
+
+    def begin(self, number: int) -> None:
+        self.finish()
+        self._save = self._run.save_async(number, {"model": self.tensors})
+
+
+class CkptfsLazy(CkptfsSync):
+    name = "ckptfs save_async(before_update)"
+
+    def begin(self, number: int) -> None:
+        self.finish()
+        self._save = self._run.save_async(number, {"model": self.tensors}, before_update=self.optimizer)
+
+
+WAYS: tuple[type[Saving], ...] = (Saving, DcpSync, DcpAsync, CkptfsSync, CkptfsSnapshot, CkptfsLazy)
+
+
+def _optimizer(tensors: list[Any]) -> Any:
+    import torch
+
+    class Shift(torch.optim.Optimizer):
+        """An update that touches every parameter."""
+
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.add_(1e-3)
+
+    return Shift(tensors)
+
+
+def _computing(seconds: float) -> Callable[[], None]:
+    """Always the same work, which takes about this long on an idle core."""
+    import torch
+
+    a, b = torch.randn(512, 512), torch.randn(512, 512)
+    for _ in range(5):
+        torch.mm(a, b)
+    begin = time.perf_counter()
+    for _ in range(40):
+        torch.mm(a, b)
+    count = max(1, round(seconds * 40 / (time.perf_counter() - begin)))
+
+    def work() -> None:
+        for _ in range(count):
+            torch.mm(a, b)
+
+    return work
+
+
+def asynchronous(ranks: Ranks) -> None:
+    plan = ranks.plan
+    state = State(shapes(size_of(plan.size)), ranks.rank, ranks.size)
+    tensors = state.distributed(ranks.mesh(ranks.size))
+    optimizer = _optimizer(list(state.local.values()))
+    compute = _computing(state.total_bytes / BYTES_PER_COMPUTE_S)
+    ways = [kind(ranks, tensors, optimizer) for kind in WAYS if not plan.systems or kind is Saving or kind.name in plan.systems]
+    number = 0
+    for turn in range(-1, plan.repetitions):
+        ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
+        for way in ways[(turn + 1) % len(ways) :] + ways[: (turn + 1) % len(ways)]:
+            try:
+                number = _loop(ranks, way, compute, optimizer, state, number, turn)
+            except RuntimeError as error:
+                ranks.skip(way.name, f"failed: {error}")
+                ways = [w for w in ways if w is not way]
+
+
+def _loop(  # noqa: PLR0913
+    ranks: Ranks, way: Saving, compute: Callable[[], None], optimizer: Any, state: State, number: int, turn: int
+) -> int:
+    """Some iterations; then one save with nothing beside it, for the rate in the background."""
+    times: dict[str, list[float]] = {"compute_s": [], "update_s": [], "begin_s": []}
+    numbers = range(number, number + ITERATIONS + 2)
+
+    def clean(done: int) -> None:
+        if ranks.rank == 0:
+            for folder in way.folders(done):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    error: BaseException | None = None
+    cost = Cost()
+    ranks.barrier()
+    try:
+        way.begin(numbers[0])
+        with measured() as cost:
+            for at in numbers[1:-1]:
+                marks = [time.perf_counter()]
+                compute()
+                marks.append(time.perf_counter())
+                optimizer.step()
+                marks.append(time.perf_counter())
+                way.begin(at)
+                marks.append(time.perf_counter())
+                for key, a, b in zip(times, marks, marks[1:], strict=False):
+                    times[key].append(b - a)
+        way.finish()
+    except BaseException as caught:
+        error = caught
+    problems = [text for text in ranks.gather(repr(error) if error else None) if text]
+    if problems:
+        raise RuntimeError("; ".join(problems)) from error
+    for at in numbers[:-1]:
+        clean(at)
+    ranks.barrier()
+    begin = time.perf_counter()
+    way.begin(numbers[-1])
+    returned = time.perf_counter() - begin
+    way.finish()
+    alone = time.perf_counter() - begin
+    found = ranks.gather((cost, times, returned, alone))
+    clean(numbers[-1])
+    ranks.remove()
+    if turn < 0:
+        return number + len(numbers)
+    mean = {key: max(sum(t[key]) / ITERATIONS for _, t, _, _ in found) for key in times}
+    total = Cost(
+        max(c.seconds for c, *_ in found) / ITERATIONS,
+        max(c.peak_memory_bytes for c, *_ in found),
+        sum(c.bytes_read for c, *_ in found),
+        sum(c.bytes_written for c, *_ in found),
+    )
+    ranks.note(
+        ranks.measure("iteration", way.name, state.total_bytes, turn, total, blocked_s=mean["begin_s"], detail=mean)
+    )
+    if type(way) is not Saving:
+        cost = Cost(max(f[3] for f in found))
+        blocked = max(f[2] for f in found)
+        ranks.note(ranks.measure("save alone", way.name, state.total_bytes, turn, cost, blocked_s=blocked, cache="durable"))
+    return number + len(numbers)

@@ -1,0 +1,100 @@
+"""The command line of the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks import results
+from benchmarks.jobs import ROOT, SCENARIOS, Options
+from benchmarks.model import size_of
+
+# The record: bounded to about twelve minutes on a machine with two cores and a disk of 1.5 GB/s.
+RECORD = {
+    "import": ("1M", 5),
+    "small": ("32M", 5),
+    "save": ("2G", 5),
+    "reshard": ("1G", 5),
+    "slice": ("1G", 3),
+    "async": ("1G", 3),
+    "mount": ("512M", 3),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    if args.command == "report":
+        from benchmarks.report import write_report
+
+        write_report(args.results or sorted((ROOT / "docs" / "results").glob("*.jsonl")), args.out)
+        return 0
+    out = args.results or _default_results(args)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    wanted = {name: RECORD[name] for name in RECORD} if args.scenarios == ["record"] else _chosen(args)
+    shown = " ".join(["tools/bench", *map(shlex.quote, argv if argv is not None else sys.argv[1:])])
+    run = results.begin(
+        out, list(wanted), "/".join(dict.fromkeys(size for size, _ in wanted.values())), max(r for _, r in wanted.values()), shown
+    )
+    options = Options(
+        run, "", 0, args.folder, out, args.systems, drop_caches=args.drop_caches, timeout_s=args.timeout
+    )
+    failed = []
+    for name, (size, repetitions) in wanted.items():
+        begin = time.monotonic()
+        print(f"{name}: {size}, {repetitions} repetitions", flush=True)
+        try:
+            SCENARIOS[name](replace(options, size=size, repetitions=repetitions))
+        except Exception as error:  # the other scenarios are still worth measuring
+            failed.append(name)
+            results.append(out, results.Skip(run, name, "all", f"failed: {type(error).__name__}: {error}"))
+            print(f"{name} failed: {error}", file=sys.stderr)
+        print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"results: {out}; tools/bench report renders docs/benchmarks.md")
+    return 1 if failed else 0
+
+
+def _chosen(args: argparse.Namespace) -> dict[str, tuple[str, int]]:
+    unknown = [name for name in args.scenarios if name not in SCENARIOS]
+    if unknown:
+        raise SystemExit(f"no scenario {', '.join(unknown)}: there are record, report, {', '.join(SCENARIOS)}")
+    size_of(args.size)
+    names = list(dict.fromkeys("save" if name == "load" else name for name in args.scenarios))
+    return {name: (args.size, args.repetitions) for name in names}
+
+
+def _default_results(args: argparse.Namespace) -> Path:
+    folder = ROOT / "docs" / "results" if args.scenarios == ["record"] else ROOT / "build"
+    return folder / f"{time.strftime('%Y-%m-%d', time.gmtime())}.jsonl"
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    if argv is None:
+        argv = sys.argv[1:]
+    if argv and argv[0] == "report":
+        parser = argparse.ArgumentParser(prog="tools/bench report", description="Render docs/benchmarks.md from results.")
+        parser.add_argument("results", nargs="*", type=Path, help="JSON-lines files (default: docs/results/*.jsonl)")
+        parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks.md")
+        args = parser.parse_args(argv[1:])
+        args.command = "report"
+        return args
+    parser = argparse.ArgumentParser(
+        prog="tools/bench",
+        description="Measure ckptfs beside its peers. Scenarios: " + ", ".join(SCENARIOS) + "; `record` measures all of "
+        "them, about 12 minutes; `report` renders docs/benchmarks.md. A line is appended to the results after each "
+        "measurement, so an interrupted run is usable.",
+    )
+    parser.add_argument("scenarios", nargs="+")
+    parser.add_argument("--size", default="256M", help="bytes of the model: 256M (a quick look), 1G, 2G")
+    parser.add_argument("--repetitions", type=int, default=3, help="counted ones; a warm-up comes before them")
+    parser.add_argument("--systems", nargs="*", default=[], help="only these; raw is always measured")
+    parser.add_argument("--folder", type=Path, default=ROOT.parent, help="where on the measured disk to work")
+    parser.add_argument("--results", type=Path, help="JSON-lines file to append to")
+    parser.add_argument("--drop-caches", action="store_true", help="also drop the whole page cache before cold reads (root)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a scenario's job may take")
+    args = parser.parse_args(argv)
+    args.command = "measure"
+    return args

@@ -1,0 +1,156 @@
+"""The machine under the systems: its raw limits, its page cache, what a process cost it."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+IO_BYTES = 8 << 20
+RAW_THREADS = 4
+_ALIGN = 4096
+
+
+# --- raw limits ------------------------------------------------------------------------------------------------------
+
+
+def raw_write(path: Path, nbytes: int) -> None:
+    """The same bytes as fast as the disk takes them: O_DIRECT, reserved space, warm buffers, durable at the end."""
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o644)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        _in_threads(nbytes, lambda view, at: os.pwrite(fd, view, at))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def raw_read(path: Path) -> None:
+    """O_DIRECT into warm buffers, nothing done with the bytes."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        _in_threads(os.fstat(fd).st_size, lambda view, at: os.preadv(fd, [view], at))
+    finally:
+        os.close(fd)
+
+
+_buffers: list[mmap.mmap] = []
+
+
+def _in_threads(nbytes: int, move: Callable[[memoryview, int], int]) -> None:
+    if not _buffers:
+        for _ in range(RAW_THREADS):
+            buffer = mmap.mmap(-1, IO_BYTES)
+            np.frombuffer(buffer, np.uint64)[:] = np.arange(IO_BYTES // 8, dtype=np.uint64) * 0x9E3779B97F4A7C15
+            _buffers.append(buffer)
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        view = memoryview(_buffers[number])
+        try:
+            for at in range(number * IO_BYTES, nbytes, RAW_THREADS * IO_BYTES):
+                wanted = min(IO_BYTES, -(-(nbytes - at) // _ALIGN) * _ALIGN)
+                moved = move(view[:wanted], at)
+                if moved < min(wanted, nbytes - at):
+                    raise OSError(f"a raw request of {wanted} bytes moved {moved}")  # noqa: TRY301
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(RAW_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def copy_seconds(nbytes: int) -> float:
+    """A memcpy of this many bytes between warm memory."""
+    part = min(nbytes, 64 << 20)
+    source, target = np.ones(part, np.uint8), np.ones(part, np.uint8)
+    begin = time.perf_counter()
+    for _ in range(max(1, nbytes // part)):
+        np.copyto(target, source)
+    return (time.perf_counter() - begin) * nbytes / (max(1, nbytes // part) * part)
+
+
+# --- page cache ------------------------------------------------------------------------------------------------------
+
+
+def files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else [folder]
+
+
+def evict(folder: Path, *, drop_caches: bool = False) -> str:
+    """Make a folder's (or file's) bytes cold; says how. Its bytes must be durable: dirty pages stay."""
+    for path in files_of(folder):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    if drop_caches:
+        with contextlib.suppress(OSError):
+            Path("/proc/sys/vm/drop_caches").write_text("1\n", encoding="ascii")
+            return "cold (drop_caches)"
+    return "cold (fadvise)"
+
+
+def sync_tree(folder: Path) -> None:
+    """Make files durable that a system left to the page cache, so that all save to the same standard."""
+    for path in [*files_of(folder), *(p for p in folder.rglob("*") if p.is_dir()), folder]:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+# --- what a process used ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Cost:
+    """Filled when the measured block ends."""
+
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+@contextlib.contextmanager
+def measured() -> Iterator[Cost]:
+    """Time, disk traffic and peak of resident memory (anonymous and mapped) of this process over a block."""
+    cost = Cost()
+    Path("/proc/self/clear_refs").write_text("5\n", encoding="ascii")  # the peak starts again from here
+    before, traffic = _status("VmRSS"), _io()
+    begin = time.perf_counter()
+    yield cost
+    cost.seconds = time.perf_counter() - begin
+    cost.peak_memory_bytes = max(0, _status("VmHWM") - before)
+    cost.bytes_read, cost.bytes_written = (b - a for a, b in zip(traffic, _io(), strict=True))
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _io() -> tuple[int, int]:
+    try:
+        table = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
+    except OSError:
+        return 0, 0
+    return int(table["read_bytes"]), int(table["write_bytes"])

@@ -1,0 +1,345 @@
+"""What an inference engine reads from a training checkpoint: rows, columns, a tensor-parallel shard, small boxes.
+
+One process; every system reads into memory that the engine owns already. Files are opened before the clock starts,
+new for each cold read, because pages that are mapped can't be made cold.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.machine import evict, raw_read, raw_write
+from benchmarks.model import State, shapes, size_of
+from benchmarks.systems import ALL, Ckptfs, Job, Safetensors, TensorStore, TorchDcp, TorchSave, ZarrPython, place_of
+
+if TYPE_CHECKING:
+    from benchmarks.work import Ranks
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor and the memory it goes to."""
+
+    name: str
+    index: Index
+    out: np.ndarray[Any, Any]
+
+
+class Engine:
+    """A reader of one saved model."""
+
+    kind: type = object
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def open(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def read(self, pieces: list[Piece]) -> None:
+        raise NotImplementedError
+
+
+class CkptfsEngine(Engine):
+    kind = Ckptfs
+
+    def open(self) -> None:
+        import ckptfs
+
+        self._ck = ckptfs.Checkpoint(self.place)
+
+    def close(self) -> None:
+        self._ck.close()
+
+    def read(self, pieces: list[Piece]) -> None:
+        if len(pieces) == 1:
+            self._ck["model/" + pieces[0].name].read(pieces[0].index, out=pieces[0].out)
+            return
+        from ckptfs.box import Box
+        from ckptfs.read import Target
+
+        work = []
+        for piece in pieces:
+            param = self._ck.param("model/" + piece.name)
+            spans = [s.indices(n) for s, n in zip(piece.index, param.shape, strict=True)]
+            box = Box(tuple(s[0] for s in spans), tuple(s[1] for s in spans))
+            work.append((param, [Target(box, piece.out.view(param.dtype.carrier))]))
+        self._ck.read_boxes(work, verify="extents")
+
+
+class SafetensorsEngine(Engine):
+    """mmap, as safetensors does by itself."""
+
+    kind = Safetensors
+
+    def open(self) -> None:
+        from safetensors import safe_open
+
+        self._file = safe_open(self.place / "0.safetensors", framework="np")
+
+    def close(self) -> None:
+        del self._file
+
+    def read(self, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            np.copyto(piece.out, self._file.get_slice(piece.name)[piece.index])
+
+
+class TorchLoadEngine(Engine):
+    """torch.load(mmap=True): tensors that are pages of the file."""
+
+    kind = TorchSave
+
+    def open(self) -> None:
+        import torch
+
+        self._tensors = torch.load(self.place / "0.pt", mmap=True, weights_only=True)
+
+    def close(self) -> None:
+        del self._tensors
+
+    def read(self, pieces: list[Piece]) -> None:
+        import torch
+
+        for piece in pieces:
+            torch.from_numpy(piece.out).copy_(self._tensors[piece.name][piece.index])
+
+
+class DcpEngine(Engine):
+    """DCP has no slices: the whole tensor is read (into memory that is kept), then cut."""
+
+    kind = TorchDcp
+
+    def open(self) -> None:
+        self._whole: dict[str, Any] = {}
+        from torch.distributed.checkpoint import FileSystemReader
+
+        self._shapes = {
+            name: tuple(meta.size)
+            for name, meta in FileSystemReader(self.place).read_metadata().state_dict_metadata.items()
+        }
+
+    def read(self, pieces: list[Piece]) -> None:
+        import torch
+        import torch.distributed.checkpoint as dcp
+
+        for piece in pieces:
+            key = "model." + piece.name
+            if key not in self._whole:
+                self._whole.clear()
+                self._whole[key] = torch.zeros(self._shapes[key])
+            dcp.load({key: self._whole[key]}, checkpoint_id=str(self.place), no_dist=True)
+            torch.from_numpy(piece.out).copy_(self._whole[key][piece.index])
+
+
+class TensorStoreEngine(Engine):
+    kind = TensorStore
+
+    def __init__(self, place: Path) -> None:
+        super().__init__(place)
+        self._table = shapes(size_of(SIZE[0]))
+
+    def open(self) -> None:
+        import tensorstore as ts
+
+        system = TensorStore()
+        waiting = {n: ts.open(system.spec(self.place, n, s, 1), open=True) for n, s in self._table.items()}
+        self._arrays = {name: future.result() for name, future in waiting.items()}
+
+    def close(self) -> None:
+        del self._arrays
+
+    def read(self, pieces: list[Piece]) -> None:
+        import tensorstore as ts
+
+        waiting = [
+            ts.array(p.out, dtype=ts.float32, copy=False).write(self._arrays[p.name][p.index].translate_to[0])
+            for p in pieces
+        ]
+        for future in waiting:
+            future.result()
+
+
+class ZarrEngine(Engine):
+    kind = ZarrPython
+
+    def open(self) -> None:
+        self._arrays: dict[str, Any] = {}
+
+    def read(self, pieces: list[Piece]) -> None:
+        import zarr
+
+        for piece in pieces:
+            if piece.name not in self._arrays:
+                self._arrays[piece.name] = zarr.open_array(self.place / piece.name, mode="r")
+            np.copyto(piece.out, self._arrays[piece.name][piece.index])
+
+
+ENGINES: tuple[type[Engine], ...] = (
+    CkptfsEngine,
+    SafetensorsEngine,
+    TensorStoreEngine,
+    ZarrEngine,
+    DcpEngine,
+    TorchLoadEngine,
+)
+SIZE = ["256M"]
+BOX = 128  # 128 × 128 float32 are 64 KiB
+
+
+def rows(table: dict[str, tuple[int, ...]], pick: random.Random) -> list[tuple[str, Index]]:
+    n, d = table["embed.weight"]
+    at = pick.randrange(8) * (n // 8)
+    return [("embed.weight", (slice(at, at + n // 8), slice(0, d)))]
+
+
+def columns(table: dict[str, tuple[int, ...]], pick: random.Random) -> list[tuple[str, Index]]:
+    n, d = table["embed.weight"]
+    at = pick.randrange(8) * (d // 8)
+    return [("embed.weight", (slice(0, n), slice(at, at + d // 8)))]
+
+
+def shard(table: dict[str, tuple[int, ...]], pick: random.Random) -> list[tuple[str, Index]]:
+    """One of eight tensor-parallel ranks: attention output and mlp.down by columns, norms whole, the rest by rows."""
+    rank, found = pick.randrange(8), []
+    for name, shape in table.items():
+        index = [slice(0, n) for n in shape]
+        if len(shape) == 2:
+            dim = 1 if name.endswith(("wo.weight", "down.weight")) else 0
+            each = shape[dim] // 8
+            index[dim] = slice(rank * each, (rank + 1) * each)
+        found.append((name, tuple(index)))
+    return found
+
+
+def box(table: dict[str, tuple[int, ...]], pick: random.Random) -> list[tuple[str, Index]]:
+    name = pick.choice([name for name, shape in table.items() if len(shape) == 2 and min(shape) >= BOX])
+    corner = [pick.randrange(n - BOX + 1) for n in table[name]]
+    return [(name, tuple(slice(a, a + BOX) for a in corner))]
+
+
+# operation → what to read, reads in one repetition (cold, warm)
+Choose = Callable[[dict[str, tuple[int, ...]], random.Random], list[tuple[str, Index]]]
+OPERATIONS: dict[str, tuple[Choose, int, int]] = {
+    "1/8 of the rows": (rows, 4, 8),
+    "1/8 of the columns": (columns, 4, 8),
+    "1/8 shard of the model": (shard, 1, 2),
+    "64 KiB box": (box, 24, 100),
+}
+
+
+def slices(ranks: Ranks) -> None:
+    plan = ranks.plan
+    SIZE[0] = plan.size
+    state = State(shapes(size_of(plan.size)), 0, 1)
+    job = Job(state, None, lambda: None)
+    table = state.shapes
+    engines: list[tuple[str, Engine]] = []
+    for kind in ENGINES:
+        system = kind.kind()
+        if plan.systems and system.name not in plan.systems:
+            continue
+        reason = system.missing()
+        if reason is None and not any(system.name == k().name for k in ALL):
+            reason = "unknown"
+        if reason is None:
+            try:
+                folder = ranks.folder / f"{kind.kind.__name__}-0"
+                system.save(job, folder)
+                engine = kind(place_of(system, folder))
+                _check(engine, state)
+                engines.append((system.name, engine))
+                continue
+            except Exception as error:
+                reason = f"failed: {type(error).__name__}: {error}"
+        ranks.skip(system.name, reason)
+    raw = ranks.folder / "raw"
+    raw.mkdir()
+    for turn in range(-1, plan.repetitions):
+        ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
+        for operation, (choose, cold_count, warm_count) in OPERATIONS.items():
+            for cache, count in (("cold", cold_count), ("warm", warm_count)):
+                _once(ranks, engines, table, operation, choose, cache, 1 if turn < 0 else count, turn, raw)
+
+
+def _check(engine: Engine, state: State) -> None:
+    """What it reads is what was saved."""
+    engine.open()
+    for choose, _, _ in OPERATIONS.values():
+        pieces = _pieces(choose(state.shapes, random.Random(3)))[:20]
+        engine.read(pieces)
+        for piece in pieces:
+            if not np.array_equal(piece.out, state.local[piece.name].numpy()[piece.index]):
+                raise RuntimeError(f"{piece.name}{piece.index} read wrong")
+    engine.close()
+
+
+def _pieces(wanted: list[tuple[str, Index]]) -> list[Piece]:
+    return [Piece(n, i, np.ones([s.stop - s.start for s in i], np.float32)) for n, i in wanted]
+
+
+def _once(  # noqa: PLR0913, PLR0917
+    ranks: Ranks,
+    engines: list[tuple[str, Engine]],
+    table: dict[str, tuple[int, ...]],
+    operation: str,
+    choose: Choose,
+    cache: str,
+    count: int,
+    turn: int,
+    raw: Path,
+) -> None:
+    from benchmarks.machine import Cost
+    from benchmarks.work import with_raw
+
+    seed = hash((operation, turn)) & 0xFFFF
+    done = []
+    nbytes = sum(4 * math.prod(s.stop - s.start for s in i) for _, i in choose(table, random.Random(seed)))
+    if cache == "cold" and operation != "64 KiB box":
+        raw_write(raw / "file", nbytes)
+        begin = time.perf_counter()
+        raw_read(raw / "file")
+        done.append(ranks.measure(operation, "raw", nbytes, max(turn, 0), Cost(time.perf_counter() - begin), cache="cold"))
+    for name, engine in engines[(turn + 1) % len(engines) :] + engines[: (turn + 1) % len(engines)]:
+        pick = random.Random(seed)
+        times, said = [], cache
+        if cache == "warm":
+            engine.open()
+            engine.read(_pieces(choose(table, random.Random(seed))))
+        try:
+            for _ in range(count):
+                pieces = _pieces(choose(table, pick))
+                if cache == "cold":
+                    said = evict(engine.place)
+                    engine.open()
+                elif operation == "64 KiB box":
+                    engine.read(pieces)
+                begin = time.perf_counter()
+                engine.read(pieces)
+                times.append(time.perf_counter() - begin)
+                if cache == "cold":
+                    engine.close()
+        except Exception as error:
+            ranks.skip(name, f"{operation}, {cache}: failed: {type(error).__name__}: {error}")
+            continue
+        if cache == "warm":
+            engine.close()
+        detail = {"p99_s": float(np.quantile(times, 0.99)), "count": count, "times_s": [round(t, 6) for t in times]}
+        cost = Cost(statistics.median(times))
+        done.append(ranks.measure(operation, name, nbytes, max(turn, 0), cost, cache=said, detail=detail))
+    for measure in with_raw(done) if turn >= 0 else []:
+        ranks.note(measure)

@@ -1,0 +1,316 @@
+"""What each rank of a measured job does; started by torchrun from jobs.py. Rank 0 writes the results.
+
+All ranks stay alive over all repetitions; in each one every system has its turn, the order moves on by one, and the
+first repetition (a warm-up, in which what was loaded is also compared with what was saved) is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import results  # noqa: E402
+from benchmarks.machine import Cost, evict, files_of, measured  # noqa: E402
+from benchmarks.model import State, shapes, size_of  # noqa: E402
+from benchmarks.systems import ALL, Job, Raw, System, place_of  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job is told, as JSON in its argument."""
+
+    run: str
+    scenario: str
+    size: str
+    repetitions: int
+    systems: list[str]
+    folder: str
+    results: str
+    drop_caches: bool
+    detail: dict[str, Any]
+
+
+class Ranks:
+    """The ranks of this job, as one of them sees it."""
+
+    def __init__(self, plan: Plan) -> None:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        self.plan = plan
+        self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        if self.size > 1:
+            dist.init_process_group("gloo")
+        self.folder = Path(plan.folder)
+
+    def barrier(self) -> None:
+        import torch.distributed as dist
+
+        if self.size > 1:
+            dist.barrier()
+
+    def gather(self, value: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def mesh(self, count: int) -> Any:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh("cpu", list(range(count))) if self.size > 1 else None
+
+    def timed(self, action: Callable[[], None]) -> Cost:
+        """All ranks do it at once; the slowest counts, memory is the largest, traffic the sum. The same on all ranks."""
+        self.barrier()
+        error = None
+        with measured() as mine:
+            try:
+                action()
+            except BaseException as caught:
+                error = caught
+        found = self.gather((mine, repr(error) if error else None))
+        problems = [text for _, text in found if text]
+        if problems:
+            raise RuntimeError("; ".join(problems)) from error
+        costs = [cost for cost, _ in found]
+        return Cost(
+            max(c.seconds for c in costs),
+            max(c.peak_memory_bytes for c in costs),
+            sum(c.bytes_read for c in costs),
+            sum(c.bytes_written for c in costs),
+        )
+
+    def note(self, measure: results.Measure) -> None:
+        if self.rank != 0:
+            return
+        results.append(self.plan.results, measure)
+        rate = measure.bytes / measure.seconds / 1e9
+        raw = f", {measure.of_raw:.2f} of raw" if measure.of_raw is not None else ""
+        self.say(f"{measure.operation:12} {measure.system:18} {measure.seconds:8.3f} s  {rate:6.2f} GB/s{raw}")
+
+    def skip(self, system: str, reason: str) -> None:
+        if self.rank == 0:
+            results.append(self.plan.results, results.Skip(self.plan.run, self.plan.scenario, system, reason))
+            self.say(f"{system}: skipped: {reason}")
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"  {self.plan.scenario}: {text}", flush=True)
+
+    def measure(self, operation: str, system: str, nbytes: int, repetition: int, cost: Cost, **more: Any) -> results.Measure:
+        return results.Measure(
+            self.plan.run,
+            self.plan.scenario,
+            operation,
+            system,
+            nbytes,
+            cost.seconds,
+            repetition,
+            ranks=more.pop("ranks", self.size),
+            peak_memory_bytes=cost.peak_memory_bytes,
+            bytes_read=cost.bytes_read,
+            bytes_written=cost.bytes_written,
+            **more,
+        )
+
+    def systems(self) -> list[System]:
+        """Those that are asked for and there; raw always, because every result is compared with it."""
+        chosen = []
+        for kind in ALL:
+            system = kind()
+            if system.name != "raw" and self.plan.systems and system.name not in self.plan.systems:
+                continue
+            reason = system.missing()
+            if reason:
+                self.skip(system.name, reason)
+            else:
+                chosen.append(system)
+        return chosen
+
+    def remove(self, *paths: Path) -> None:
+        self.barrier()
+        if self.rank == 0:
+            for path in paths:
+                shutil.rmtree(path, ignore_errors=True)
+            os.sync()
+        self.barrier()
+
+
+def rotated(items: Sequence[System], by: int) -> list[System]:
+    return [*items[by % len(items) :], *items[: by % len(items)]]
+
+
+def with_raw(measures: list[results.Measure]) -> list[results.Measure]:
+    """Every result of a repetition as a fraction of the raw limit of the same operation in it."""
+    raw = {m.operation: m.seconds for m in measures if m.system == "raw"}
+    return [replace(m, of_raw=raw[m.operation] / m.seconds if m.operation in raw else None) for m in measures]
+
+
+# --- save and load ---------------------------------------------------------------------------------------------------
+
+
+def save_and_load(ranks: Ranks) -> None:
+    """Each system saves, durable, and loads its own bytes back cold, in place."""
+    plan = ranks.plan
+    state = State(shapes(size_of(plan.size)), ranks.rank, ranks.size)
+    job = Job(state, ranks.mesh(ranks.size), ranks.barrier)
+    before = state.fingerprint()
+    systems = ranks.systems()
+    for turn in range(-1, plan.repetitions):
+        ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
+        done: list[results.Measure] = []
+        for system in rotated(systems, turn + 1):
+            try:
+                done += _round_trip(ranks, job, system, turn, before)
+            except RuntimeError as error:
+                ranks.skip(system.name, f"failed: {error}")
+                systems = [s for s in systems if s is not system]
+                state.fill()
+        if turn >= 0:
+            for measure in with_raw(done):
+                ranks.note(measure)
+
+
+def _round_trip(ranks: Ranks, job: Job, system: System, turn: int, before: str) -> list[results.Measure]:
+    folder = ranks.folder / f"{type(system).__name__}-{turn + 1}"
+    place = place_of(system, folder)
+    nbytes, out = job.state.total_bytes, []
+    try:
+        cost = ranks.timed(lambda: system.save(job, folder))
+        files = len(files_of(place))
+        out.append(ranks.measure("save", system.name, nbytes, max(0, turn), cost, cache="durable", files=files))
+        ranks.barrier()
+        cache = evict(place, drop_caches=ranks.plan.drop_caches) if ranks.rank == 0 else ""
+        cache = ranks.gather(cache)[0]
+        check = turn < 0 and not isinstance(system, Raw)
+        if check:
+            job.state.zero()
+        cost = ranks.timed(lambda: system.load(job, folder))
+        out.append(ranks.measure("load", system.name, nbytes, max(0, turn), cost, cache=cache, files=files))
+        if check and not all(ranks.gather(job.state.fingerprint() == before)):
+            raise RuntimeError("what it loaded is not what was saved")
+    finally:
+        ranks.remove(place)
+    return out
+
+
+# --- reshard ---------------------------------------------------------------------------------------------------------
+
+
+def reshard_prepare(ranks: Ranks) -> None:
+    """Two ranks save; the folders stay for the four that load them."""
+    state = State(shapes(size_of(ranks.plan.size)), ranks.rank, ranks.size)
+    job = Job(state, ranks.mesh(ranks.size), ranks.barrier)
+    for system in ranks.systems():
+        if system.name in RESHARD:
+            ranks.timed(lambda s=system: s.save(job, ranks.folder / f"{type(s).__name__}-0"))
+
+
+RESHARD = ("raw", "ckptfs", "DCP + ckptfs", "DCP")
+
+
+def reshard(ranks: Ranks) -> None:
+    """What two ranks saved is loaded by two and by four of these ranks in turn."""
+    plan = ranks.plan
+    table = shapes(size_of(plan.size))
+    jobs = {}
+    for count in (2, 4):
+        mesh = ranks.mesh(count)
+        if ranks.rank < count:
+            jobs[count] = Job(State(table, ranks.rank, count), mesh, ranks.barrier)
+    before = {count: job.state.fingerprint() for count, job in jobs.items()}
+    systems = [s for s in ranks.systems() if s.name in RESHARD]
+    for turn in range(-1, plan.repetitions):
+        ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
+        done: list[results.Measure] = []
+        for system in rotated(systems, turn + 1):
+            for count in (2, 4) if turn % 2 else (4, 2):
+                done.append(_reshard_once(ranks, jobs.get(count), system, count, turn, before.get(count)))
+        if turn >= 0:
+            for measure in with_raw(done):
+                ranks.note(measure)
+
+
+def _reshard_once(
+    ranks: Ranks, job: Job | None, system: System, count: int, turn: int, before: str | None
+) -> results.Measure:
+    folder = ranks.folder / f"{type(system).__name__}-0"
+    ranks.barrier()
+    cache = evict(place_of(system, folder), drop_caches=ranks.plan.drop_caches) if ranks.rank == 0 else ""
+    cache = ranks.gather(cache)[0]
+    check = turn < 0 and system.name != "raw"
+    if check and job:
+        job.state.zero()
+    cost = ranks.timed(lambda: system.load(job, folder) if job else None)
+    if check and not all(ranks.gather(job is None or job.state.fingerprint() == before)):
+        raise RuntimeError(f"{system.name} 2→{count}: what it loaded is not what was saved")
+    nbytes = ranks.gather(job.state.total_bytes if job else 0)[0]
+    return ranks.measure(f"load 2→{count}", system.name, nbytes, max(0, turn), cost, cache=cache, ranks=count)
+
+
+# --- small tensors ---------------------------------------------------------------------------------------------------
+
+SMALL_COUNT, SMALL_BYTES = 3000, 4096
+
+
+def small(ranks: Ranks) -> None:
+    """3,000 tensors of 4 KiB, saved durably by one rank."""
+    state = State({f"p{i}": (SMALL_BYTES // 4,) for i in range(SMALL_COUNT)}, 0, 1)
+    job = Job(state, None, lambda: None)
+    systems = [s for s in ranks.systems() if s.name not in ("raw",)]
+    for turn in range(-1, ranks.plan.repetitions):
+        for system in rotated(systems, turn + 1):
+            folder = ranks.folder / f"{type(system).__name__}-{turn + 1}"
+            try:
+                cost = ranks.timed(lambda s=system, f=folder: s.save(job, f))
+            except RuntimeError as error:
+                ranks.skip(system.name, f"failed: {error}")
+                systems = [s for s in systems if s is not system]
+                continue
+            files = len(files_of(place_of(system, folder)))
+            if turn >= 0:
+                ranks.note(
+                    ranks.measure("save small", system.name, state.total_bytes, turn, cost, cache="durable", files=files)
+                )
+            ranks.remove(place_of(system, folder))
+
+
+def main() -> None:
+    plan = Plan(**json.loads(sys.argv[1]))
+    from benchmarks import asyncwork, slices
+
+    scenarios: dict[str, Callable[[Ranks], None]] = {
+        "save": save_and_load,
+        "reshard_prepare": reshard_prepare,
+        "reshard": reshard,
+        "small": small,
+        "async": asyncwork.asynchronous,
+        "slice": slices.slices,
+    }
+    begin = time.perf_counter()
+    ranks = Ranks(plan)
+    scenarios[plan.detail["part"]](ranks)
+    ranks.say(f"took {time.perf_counter() - begin:.0f} s")
+    ranks.barrier()
+    if ranks.size > 1:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ Opening reads the manifest only. Reading to numpy never imports torch.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -13,126 +14,65 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from ckptfs import dtypes, tree
-from ckptfs.box import Box
-from ckptfs.errors import FormatError, MismatchError, NotFoundError
+from ckptfs.array import LazyArray, Part
+from ckptfs.box import Box, strides_of
+from ckptfs.errors import CkptError, FormatError, MismatchError, NotFoundError, StaleError
+from ckptfs.loadplan import GAP_BYTES
 from ckptfs.manifest import NAME, Manifest, Param
-from ckptfs.read import Reader, Target
+from ckptfs.read import Reader, Target, check_verify
 from ckptfs.saveplan import matches
 from ckptfs.settings import Settings
 from ckptfs.shards import Held, as_numpy, hold
 from ckptfs.storage import open_store
+from ckptfs.stream import BUDGET_BYTES, in_order, read_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    import torch
-
-    from ckptfs.dtypes import DType
+    from ckptfs.shared_reads import Peers
     from ckptfs.storage import Store
+    from ckptfs.view import View
 
 
-class Array:
+class Array(LazyArray):
     """One stored array: its shape and type now, its bytes when asked for."""
 
-    def __init__(self, checkpoint: Checkpoint, param: Param, name: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, param: Param, name: str, verify: str | None = None) -> None:
         self._checkpoint = checkpoint
+        self._verify = verify or checkpoint.verify
         self.param = param
         self.name = name
+        self.shape = param.shape
+        self.element = param.dtype
 
-    def __repr__(self) -> str:
-        return f"<ckptfs.Array {self.name} {self.param.dtype.name} {list(self.shape)}>"
+    def fill(self, parts: Sequence[Part]) -> None:
+        work = [(self.param, [Target(box, out)]) for box, out in parts]
+        self._checkpoint.read_boxes(work, verify=self._verify)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.param.shape
+    def skips(self, dim: int, step: int) -> bool:
+        if self.param.codec is not None:
+            return False
+        stride_bytes = strides_of(self.param.layout.block)[dim] * self.element.itemsize
+        return (step - 1) * stride_bytes > GAP_BYTES
 
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.param.nbytes
-
-    @property
-    def dtype(self) -> DType:
-        return self.param.dtype
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("a 0-d array has no length")
-        return self.shape[0]
-
-    def numpy(self, index: Any = ...) -> np.ndarray[Any, Any]:
-        """The whole array or a part of it, by numpy's rules, as a numpy array (bfloat16, float8: ml_dtypes)."""
-        box, rest = split_index(index, self.shape, self.name)
-        out = np.empty(box.shape, dtype=self.param.dtype.carrier)
-        self._checkpoint.read_boxes([(self.param, [Target(box, out)])], verify="extents")
-        return out.view(self.param.dtype.numpy)[rest]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        if copy is False:
-            raise ValueError("a stored array cannot be had without a copy")
-        data = self.numpy()
-        return data if dtype is None else data.astype(dtype, copy=False)
-
-    def torch(self, index: Any = ...) -> torch.Tensor:
-        """The same as a torch tensor."""
-        import torch
-
-        box, rest = split_index(index, self.shape, self.name)
-        out = torch.empty(box.shape, dtype=self.param.dtype.torch)
-        self._checkpoint.read_boxes([(self.param, [Target(box, as_numpy(out))])], verify="extents")
-        return out[rest]
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.torch(index)
-
-
-def split_index(index: Any, shape: Sequence[int], name: str) -> tuple[Box, tuple[Any, ...]]:
-    """A basic numpy index as (the box to read, the index that takes the result out of it)."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    if sum(item is Ellipsis for item in items) > 1:
-        raise IndexError(f"{name}: an index has at most one '...'")
-    wanted = sum(item is not None and item is not Ellipsis for item in items)
-    if wanted > len(shape):
-        raise IndexError(f"{name}: {wanted} indices for {len(shape)} dimensions")
-    if Ellipsis not in [i for i in items if i is None or i is Ellipsis]:
-        items.append(Ellipsis)
-    at = next(i for i, item in enumerate(items) if item is Ellipsis)
-    items[at : at + 1] = [slice(None)] * (len(shape) - wanted)
-    start, stop, rest, d = [], [], [], 0
-    for item in items:
-        if item is None:
-            rest.append(None)
-            continue
-        n = shape[d]
-        if isinstance(item, slice):
-            picked = range(*item.indices(n))
-            low, high = (min(picked[0], picked[-1]), max(picked[0], picked[-1]) + 1) if picked else (0, 0)
-            inner = slice(None)
-            if picked and picked.step != 1:
-                first = picked[0] - low
-                inner = slice(first, None, picked.step)
-        elif hasattr(item, "__index__") and not isinstance(item, (bool, np.bool_)):
-            i = item.__index__()
-            if not -n <= i < n:
-                raise IndexError(f"{name}: index {i} is out of bounds for dimension {d} of length {n}")
-            low, high, inner = i % n, i % n + 1, 0
-        else:
-            msg = f"{name}: cannot index with {item!r}: integers, slices, None and '...' are possible"
-            raise IndexError(msg)
-        start.append(low)
-        stop.append(high)
-        rest.append(inner)
-        d += 1
-    return Box(tuple(start), tuple(stop)), tuple(rest)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.getitem, (self._checkpoint, self.name)
 
 
 class Checkpoint(Mapping[str, Array]):
     """A committed step as a mapping of lazy arrays."""
 
-    def __init__(self, url: Any, *, settings: Settings | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        url: Any,
+        *,
+        settings: Settings | None = None,
+        verify: str = "extents",
+        maps: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._maps = dict(maps or {})
+        self.verify = check_verify(verify)
         self.store: Store = url if hasattr(url, "read_into") else open_store(url, **options)
         self.settings = settings or Settings()
         where = f"{self.store.url}/{NAME}"
@@ -156,7 +96,12 @@ class Checkpoint(Mapping[str, Array]):
         return self.manifest.step
 
     def close(self) -> None:
+        """Close files and give buffers back; what is read afterwards opens them again."""
         self._reader.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process opens the step itself: it gets files, buffers and locks of its own.
+        return _reopen, (self.store, self.settings, self.verify, self._maps, self.manifest.save_id)
 
     def __enter__(self) -> Self:
         return self
@@ -207,6 +152,41 @@ class Checkpoint(Mapping[str, Array]):
         """Bytes of arrays read from the store so far."""
         return self._reader.bytes_read
 
+    def stream(
+        self,
+        pattern: str = "*",
+        *,
+        device: Any = "cpu",
+        order: str = "storage",
+        budget_bytes: int = BUDGET_BYTES,
+        numpy: bool = False,
+    ) -> Iterator[tuple[str, Any]]:
+        """(name, tensor) of all arrays that fit the pattern, read ahead within the budget, every byte checked.
+
+        With `numpy`, arrays are numpy's and torch is not needed.
+        """
+        names = in_order(self, self.match(pattern), order)
+        read = (lambda name: self._whole(name, None)) if numpy else (lambda name: self._whole(name, device))
+        return read_ahead(names, read, lambda name: self.param(name).nbytes, budget_bytes)
+
+    def _whole(self, name: str, device: Any) -> Any:
+        array = Array(self, self.param(name), name, verify="full")
+        if device is None:
+            return array.numpy()
+        import torch
+
+        return array.read(out=torch.empty(array.shape, dtype=array.element.torch, device=device))
+
+    def view(self, name: str = "hf", *, map: Any = None, variables: Mapping[str, Any] | None = None) -> View:  # noqa: A002
+        """The arrays under other names and in other layouts, still lazy; see docs/rules.md.
+
+        `map`: a document, a file, or the name of a built-in map; else the map that was saved under this name, or for
+        "hf" the built-in one that knows the names. `variables` are added to those of assets/config.json.
+        """
+        from ckptfs.view import view_of
+
+        return view_of(self, name, self._maps.get(name) if map is None else map, variables)
+
     # --- trees -----------------------------------------------------------------------------------------
 
     def tree(self, *, rank: int | None = None, numpy: bool = False, allow_pickle: bool = False) -> Any:
@@ -247,12 +227,51 @@ class Checkpoint(Mapping[str, Array]):
         only: str | Sequence[str] | None = None,
         cast: bool = False,
         allow_pickle: bool = False,
+        prefix: str | None = None,
+        shared_reads: Any = False,
         progress: Callable[[int], None] = lambda done: None,
     ) -> Any:
-        """Fill a tree in place, whatever its layout. `only`: patterns; then just the arrays with such names are filled.
+        """Fill a tree or a torch module in place, whatever its layout. Nothing is touched unless everything fits.
 
-        Nothing is touched unless everything fits (`strict`); stored types are converted only with `cast`.
+        `only`: patterns; then just the arrays with such names are filled. `cast` converts stored types. `prefix`: where
+        a module's names begin in the checkpoint, found by itself if there is one such place. `shared_reads`: True or a
+        torch process group, all of whose ranks call this; bytes that several of them need are read once and exchanged.
         """
+        if shared_reads is False or shared_reads is None:
+            peers = None
+        else:
+            from ckptfs.shared_reads import Peers
+
+            peers = Peers(None if shared_reads is True else shared_reads)
+        try:
+            if _is_module(value):
+                filler, fill = self._into_module(value, rank, prefix, strict=strict, only=only, cast=cast)
+            else:
+                filler, fill = self._into_tree(value, rank, strict, only, cast=cast, allow_pickle=allow_pickle)
+            result = fill()
+        except Exception as error:
+            if peers is not None:
+                from ckptfs.shared_reads import fail_together
+
+                known = error if isinstance(error, CkptError) else CkptError(f"{type(error).__name__}: {error}")
+                fail_together(peers, known)
+            raise
+        self._read_all(filler, peers, progress)
+        filler.finish()
+        return result
+
+    def _read_all(self, filler: _Filler, peers: Peers | None, progress: Callable[[int], None]) -> None:
+        if peers is None:
+            self.read_boxes(filler.work.values(), verify="full", progress=progress)
+            return
+        from ckptfs.shared_reads import fail_together, read_shared
+
+        fail_together(peers, None)
+        read_shared(self._reader, self.manifest, filler.work.values(), peers, progress)
+
+    def _into_tree(
+        self, value: Any, rank: int, strict: bool, only: str | Sequence[str] | None, *, cast: bool, allow_pickle: bool
+    ) -> tuple[_Filler, Callable[[], Any]]:
         if self.manifest.tree is None:
             raise FormatError(f"{self.url} was saved without a tree")
         _, leaves = tree.flatten(value, rank=rank, allow_pickle=True)
@@ -271,23 +290,81 @@ class Checkpoint(Mapping[str, Array]):
             report += [f"different: {p}" for p in rehearsal.mismatched]
         elif strict:
             report = [f"missing in the checkpoint: {name}" for name in held if name not in self] + report
+        self._refuse(report)
+        filler = _Filler(self, held, cast=cast)
+
+        def fill() -> Any:
+            if patterns is None:
+                return tree.fill(
+                    value, self.manifest.tree, filler.array, strict=False, rank=rank, allow_pickle=allow_pickle
+                ).tree
+            for name in held:
+                if name in self:
+                    filler.want(name)
+            return value
+
+        return filler, fill
+
+    def _into_module(
+        self, module: Any, rank: int, prefix: str | None, *, strict: bool, only: str | Sequence[str] | None, cast: bool
+    ) -> tuple[_Filler, Callable[[], Any]]:
+        """A module's parameters and buffers, as its state_dict names them."""
+        state = module.state_dict()
+        other = [name for name, value in state.items() if not hasattr(value, "data_ptr")]
+        if other:
+            raise MismatchError(
+                f"{other[0]!r} of the module is not a tensor: load a tree with its state_dict() instead"
+            )
+        prefix = self._prefix(list(state)) if prefix is None else prefix
+        patterns = [only] if isinstance(only, str) else only
+        held = {
+            prefix + name: hold(prefix + name, value, rank)
+            for name, value in state.items()
+            if patterns is None or any(matches(name, p) or matches(prefix + name, p) for p in patterns)
+        }
+        report = self._misfits(held, cast=cast)
+        if strict:
+            report = [f"missing in the checkpoint: {name}" for name in held if name not in self] + report
+            if patterns is None:
+                known = {prefix + name for name in state}
+                more = [name for name in self if name.startswith(prefix) and name not in known]
+                report += [f"unexpected in the checkpoint: {name}" for name in more if prefix]
+        self._refuse(report)
+        filler = _Filler(self, held, cast=cast)
+
+        def fill() -> Any:
+            for name in held:
+                if name in self:
+                    filler.want(name)
+            return module
+
+        return filler, fill
+
+    def _prefix(self, names: Sequence[str]) -> str:
+        """Where a module's names begin: the one prefix under which most of them are; "model/" and "" win a tie."""
+        counts: dict[str, int] = {}
+        short = set(names)
+        for full in self:
+            parts = full.split("/")
+            for at in range(len(parts)):
+                if "/".join(parts[at:]) in short:
+                    start = "/".join(parts[:at])
+                    counts[f"{start}/" if start else ""] = counts.get(f"{start}/" if start else "", 0) + 1
+        best = max(counts.values(), default=0)
+        found = [prefix for prefix, count in counts.items() if count == best]
+        usual = [prefix for prefix in ("model/", "") if prefix in found]
+        if not found:
+            raise MismatchError(f"{self.url} has none of the module's names, such as {names[0] if names else '-'!r}")
+        if len(found) > 1 and not usual:
+            listed = ", ".join(map(repr, sorted(found)))
+            raise MismatchError(f"{self.url} has the module's names under {listed}: say which with prefix=")
+        return (usual or found)[0]
+
+    def _refuse(self, report: list[str]) -> None:
         if report:
             shown = report[:200]
             more = [f"… and {len(report) - len(shown)} more"] if len(report) > len(shown) else []
             raise MismatchError("\n  ".join([f"{self.url} does not fit what it is loaded into:", *shown, *more]))
-        filler = _Filler(self, held, cast=cast)
-        if patterns is None:
-            result = tree.fill(
-                value, self.manifest.tree, filler.array, strict=False, rank=rank, allow_pickle=allow_pickle
-            ).tree
-        else:
-            result = value
-            for name in held:
-                if name in self:
-                    filler.want(name)
-        self.read_boxes(filler.work.values(), verify="full", progress=progress)
-        filler.finish()
-        return result
 
     def _misfits(self, held: dict[str, Held], *, cast: bool) -> list[str]:
         out = []
@@ -351,6 +428,18 @@ def _convert(staging: np.ndarray[Any, Any], param: Param, data: Any) -> None:
     as_numpy(source)[...] = staging
     with torch.no_grad():
         data.copy_(source)
+
+
+def _is_module(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def _reopen(store: Store, settings: Settings, verify: str, maps: dict[str, Any], save_id: str) -> Checkpoint:
+    found = Checkpoint(store, settings=settings, verify=verify, maps=maps)
+    if found.manifest.save_id != save_id:
+        raise StaleError(f"{found.url} was replaced since it was opened elsewhere: open it again")
+    return found
 
 
 def _add(work: dict[str, tuple[Param, list[Target]]], param: Param, targets: list[Target]) -> None:

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from ckptfs.grid import Layout
     from ckptfs.manifest import Param
 
-GAP_BYTES = 64 << 10  # reading through a gap this small is cheaper than a second request
+GAP_BYTES = 32 << 10  # reading through a gap this small is cheaper than a second request
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Stored bytes [offset, offset + length) of a file: logical bytes [start, stop), checked by extents [first, last)."""
+    """Bytes [offset, offset + length) of a file: logical bytes [start, stop), checked by extents [first, last)."""
 
     file: int
     offset: int
@@ -83,7 +83,7 @@ def requests(param: Param, boxes: Iterable[Box], *, whole: bool, io_bytes: int) 
         ]
         out: list[Request] = []
         for first, last in union(touched):
-            out += _of_extents(param, first, last, io_bytes)
+            out += requests_of_extents(param, first, last, io_bytes)
         return out
     out = []
     for a, b in wanted:
@@ -109,7 +109,7 @@ def _by_block(layout: Layout, start: int, stop: int) -> list[tuple[int, int]]:
     return out
 
 
-def _of_extents(param: Param, first: int, last: int, io_bytes: int) -> Iterator[Request]:
+def requests_of_extents(param: Param, first: int, last: int, io_bytes: int) -> Iterator[Request]:
     """Extents [first, last) as requests of at most `io_bytes` (or one extent), each in one file.
 
     Compressed extents go one by one: each is decoded on its own.

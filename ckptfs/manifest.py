@@ -64,6 +64,11 @@ class Param:
     def stored_bytes(self) -> int:
         return sum(length * count for length, count in self.runs)
 
+    @cached_property
+    def shortest_extent(self) -> int:
+        """Stored bytes of the smallest extent: a shorter read holds no whole one."""
+        return min((length for length, _ in self.runs), default=0)
+
     @property
     def extent_count(self) -> int:
         return len(self.hashes) // HASH_BYTES

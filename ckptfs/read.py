@@ -2,10 +2,16 @@
 
 Requests run on a few threads. A request whose bytes are contiguous in the destination lands there directly; others
 pass through a reusable buffer and are scattered. Every extent that is read whole is compared with its checksum.
+
+Two shortcuts serve small slices, where planning would cost more than reading: one contiguous run is one read without
+a plan, and scattered runs of a file that is in the page cache anyway are copied out of a mapping of it. Cold bytes are
+never read through a mapping: page faults are slower than requests, and a disk error would be a signal, not an error.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -14,20 +20,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckptfs.box import strides_of
 from ckptfs.errors import CorruptError, MismatchError, NotFoundError
 from ckptfs.loadplan import Request, requests
 from ckptfs.manifest import HASH_BYTES, digest
-from ckptfs.storage.directio import ALIGN_BYTES, BufferPool
+from ckptfs.storage.directio import ALIGN_BYTES, BufferPool, is_cached
+from ckptfs.storage.fileops import REAL_OPS
+from ckptfs.storage.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ckptfs.box import Box
+    from ckptfs.grid import Layout
     from ckptfs.manifest import Param
     from ckptfs.settings import Settings
     from ckptfs.storage import Store
 
 _OPEN_FILES = 256
+_THREADS_FROM_BYTES = 1 << 20  # less is read before threads have started
+_WARM_BYTES = 4 << 20  # what a small slice may pull into the page cache, where the next one will find it
 
 
 @dataclass(frozen=True)
@@ -38,50 +50,82 @@ class Target:
     out: np.ndarray[Any, Any]
 
 
+class _Opened:
+    """An open file of a local step, and a mapping of it once one is asked for."""
+
+    def __init__(self, reader: Any) -> None:
+        self.reader = reader
+        self.users = 0
+        self._bytes: np.ndarray[Any, Any] | None = None
+
+    def mapped(self, offset: int, length: int) -> np.ndarray[Any, Any] | None:
+        """The file's bytes if they are all there and this range is in the page cache or small enough to go there."""
+        fd = self.reader._open_fd()  # noqa: SLF001 - one descriptor a file is enough
+        if offset + length > self.reader.size:
+            return None
+        if not is_cached(fd, offset, length):
+            if length > _WARM_BYTES:
+                return None
+            os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
+            for at in range(offset, offset + length, 1 << 20):  # by a call that can fail, where a page fault would kill
+                os.pread(fd, min(1 << 20, offset + length - at), at)
+        if self._bytes is None:
+            self._bytes = np.frombuffer(mmap.mmap(fd, self.reader.size, prot=mmap.PROT_READ), np.uint8)
+        return self._bytes
+
+    def close(self) -> None:
+        self._bytes = None  # unmapped when nobody copies out of it any more
+        self.reader.close()
+
+
 class _Files:
     """Open files of a local step, the least recently used closed first."""
 
     def __init__(self, store: Store, scratch: BufferPool) -> None:
         self._store, self._scratch = store, scratch
-        self._open: OrderedDict[str, tuple[Any, int]] = OrderedDict()
-        self._users: dict[int, int] = {}
+        self._open: OrderedDict[str, _Opened] = OrderedDict()
         self._lock = threading.Lock()
 
     def read_into(self, path: str, offset: int, view: memoryview) -> None:
         if not self._store.positional:
             self._store.read_into(path, offset, view)
             return
-        reader = self._take(path)
+        file = self.take(path)
         try:
-            reader.read_into(offset, view)
+            file.reader.read_into(offset, view)
         finally:
-            self._give(reader)
+            self.give(file)
 
-    def _take(self, path: str) -> Any:
+    def take(self, path: str) -> _Opened:
+        """The file, open until it is given back."""
         with self._lock:
-            found = self._open.pop(path, None)
-            reader = found[0] if found else self._store.open_reader(path, scratch=self._scratch)  # type: ignore[attr-defined]
-            self._open[path] = (reader, 0)
-            self._users[id(reader)] = self._users.get(id(reader), 0) + 1
-            return reader
+            file = self._open.get(path)
+            if file is None:
+                file = _Opened(self._store.open_reader(path, scratch=self._scratch))  # type: ignore[attr-defined]
+                self._open[path] = file
+            elif len(self._open) > _OPEN_FILES // 2:
+                self._open.move_to_end(path)
+            file.users += 1
+            return file
 
-    def _give(self, reader: Any) -> None:
+    def give(self, file: _Opened) -> None:
         with self._lock:
-            self._users[id(reader)] -= 1
+            file.users -= 1
             if len(self._open) > _OPEN_FILES:
-                for path, (one, _) in list(self._open.items()):
-                    if not self._users.get(id(one)):
-                        del self._open[path]
-                        self._users.pop(id(one), None)
-                        one.close()
-                        break
+                self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        for path, file in self._open.items():
+            if not file.users:
+                del self._open[path]
+                file.close()
+                return
 
     def close(self) -> None:
         with self._lock:
-            for reader, _ in self._open.values():
-                reader.close()
+            for file in self._open.values():
+                file.close()
             self._open.clear()
-            self._users.clear()
 
 
 class Reader:
@@ -89,12 +133,17 @@ class Reader:
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self.store, self.settings = store, settings
-        self._pool_lock = threading.Lock()
-        self._pool: BufferPool | None = None
-        self._files: _Files | None = None
+        self._mappable = isinstance(store, LocalStore) and store.ops is REAL_OPS
         self.bytes_read = 0  # from the store; for tests and reports
         self.extents_read = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._process = os.getpid()
+        self._pool_lock = threading.Lock()
         self._count_lock = threading.Lock()
+        self._pool: BufferPool | None = None
+        self._files: _Files | None = None
 
     def _scratch(self) -> BufferPool:
         with self._pool_lock:
@@ -103,11 +152,17 @@ class Reader:
             return self._pool
 
     def _opened(self) -> _Files:
-        if self._files is None:
+        files = self._files
+        if files is None:
             pool = self._scratch()
             with self._pool_lock:
-                self._files = self._files or _Files(self.store, pool)
-        return self._files
+                files = self._files = self._files or _Files(self.store, pool)
+        return files
+
+    def _count(self, nbytes: int, extents: int) -> None:
+        with self._count_lock:
+            self.bytes_read += nbytes
+            self.extents_read += extents
 
     def close(self) -> None:
         if self._files is not None:
@@ -126,9 +181,17 @@ class Reader:
         verify: str = "full",
         progress: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """Fill all targets. verify: "full" (every byte that is used), "extents" (extents that are read whole), "none"."""
-        if verify not in ("full", "extents", "none"):
-            raise MismatchError(f"verify is 'full', 'extents' or 'none', not {verify!r}")
+        """Fill all targets. verify: "full" (every byte used), "extents" (those that are read whole), "none"."""
+        check_verify(verify)
+        if self._process != os.getpid():  # after a fork: another thread of the parent may have held a lock
+            self._start()
+        if verify != "full":
+            wanted = list(wanted)
+            if len(wanted) == 1 and len(wanted[0][1]) == 1:
+                param, (target,) = wanted[0]
+                if self._shortcut(param, target, check=verify == "extents"):
+                    progress(target.out.nbytes)
+                    return
         work = [
             (param, targets, request)
             for param, targets in wanted
@@ -137,7 +200,7 @@ class Reader:
             )
         ]
         check = verify != "none"
-        if len(work) <= 1:
+        if len(work) <= 1 or sum(request.length for _, _, request in work) < _THREADS_FROM_BYTES:
             for param, targets, request in work:
                 self._serve(param, targets, request, check)
             progress(sum(request.length for _, _, request in work))
@@ -156,6 +219,82 @@ class Reader:
             except BaseException:
                 threads.shutdown(wait=True, cancel_futures=True)
                 raise
+
+    def _shortcut(self, param: Param, target: Target, *, check: bool) -> bool:
+        """One box, read at once if that is simple; False: make a plan."""
+        layout, out = param.layout, target.out
+        if not out.size:
+            return True
+        if param.codec is not None:
+            return False
+        found = contiguous(layout, target.box) if out.flags.c_contiguous else None
+        if found is None:
+            return self._mappable and self._copied(param, target)
+        start, stop = found
+        first = last = 0
+        if check and stop - start >= param.shortest_extent:
+            table = param.extents
+            first = int(table.start.searchsorted(start))
+            last = max(first, int(table.stop.searchsorted(stop, "right")))
+        file, offset = divmod(start, layout.block_bytes) if layout.many else (0, start)
+        request = Request(file, offset, stop - start, start, stop, first, last)
+        flat = out.reshape(-1).view(np.uint8)
+        if self._mappable and self._copied_run(param, request, flat):
+            return True
+        if request.length > self.settings.io_bytes:
+            return False
+        self._fetch(param, request, memoryview(flat), last > first)
+        return True
+
+    def _copied_run(self, param: Param, request: Request, out: np.ndarray[Any, Any]) -> bool:
+        """Copy one run out of the page cache, each extent checked while it is in the processor's; False: not there."""
+        files = self._opened()
+        opened = files.take(param.file(request.file))
+        try:
+            data = opened.mapped(request.offset, request.length)
+            if data is None:
+                return False
+            at, end = request.offset, request.offset + request.length
+            if request.first < request.last:
+                table = param.extents
+                for number in range(request.first, request.last):
+                    low = int(table.offset[number])
+                    high = low + int(table.length[number])
+                    out[at - request.offset : high - request.offset] = data[at:high]
+                    one = Request(request.file, low, high - low, 0, 0, number, number + 1)
+                    check_extents(
+                        param, one, memoryview(out[low - request.offset : high - request.offset]), self.store.url
+                    )
+                    at = high
+            out[at - request.offset :] = data[at:end]
+        finally:
+            files.give(opened)
+        self._count(request.length, request.last - request.first)
+        return True
+
+    def _copied(self, param: Param, target: Target) -> bool:
+        """Copy a box out of the page cache; False when it is not there."""
+        layout, box = param.layout, target.box
+        files, strides = self._opened(), strides_of(layout.block)
+        for block in list(layout.blocks_of(box)):
+            origin = layout.block_origin(block)
+            inner = (box & layout.block_box(block)).within(origin)
+            low = sum(a * s for a, s in zip(inner.start, strides, strict=True)) * layout.itemsize
+            high = (sum((z - 1) * s for z, s in zip(inner.stop, strides, strict=True)) + 1) * layout.itemsize
+            file, base = (block, 0) if layout.many else (0, block * layout.block_bytes)
+            opened = files.take(param.file(file))
+            try:
+                data = opened.mapped(base + low, high - low)
+                if data is None:
+                    return False
+                rows = data[base : base + layout.used_bytes(block)].view(param.dtype.carrier)
+                rows = rows.reshape((-1, *layout.block[1:])) if layout.shape else rows.reshape(())
+                into = target.out[(*inner.within(_minus(box.start, origin)).slices, ...)]
+                into[...] = rows[(*inner.slices, ...)]
+            finally:
+                files.give(opened)
+            self._count(inner.size * layout.itemsize, 0)
+        return True
 
     def _serve(self, param: Param, targets: Sequence[Target], request: Request, check: bool) -> None:
         if param.codec is None:
@@ -181,6 +320,14 @@ class Reader:
         self, param: Param, targets: Sequence[Target], request: Request, view: memoryview, check: bool
     ) -> None:
         self._fetch(param, request, view, check)
+        self.deliver(param, targets, request, view)
+
+    def fetch(self, param: Param, request: Request, view: memoryview) -> None:
+        """Read stored bytes and check every extent in them."""
+        self._fetch(param, request, view, check=True)
+
+    def deliver(self, param: Param, targets: Sequence[Target], request: Request, view: memoryview) -> None:
+        """Put the stored bytes of a request where they belong."""
         if param.codec is not None:
             logical = request.stop - request.start
             try:
@@ -200,11 +347,44 @@ class Reader:
             raise CorruptError(
                 f"array {param.name!r}: {error}; restore the step from a copy, or load an older one"
             ) from error
-        with self._count_lock:
-            self.bytes_read += request.length
-            self.extents_read += request.last - request.first
+        self._count(request.length, request.last - request.first)
         if check:
             check_extents(param, request, view, self.store.url)
+
+
+def contiguous(layout: Layout, box: Box) -> tuple[int, int] | None:
+    """The logical range of a box that is one run of one block; None when it is more."""
+    block, base = layout.block, 0
+    start, stop = box.start, box.stop
+    if layout.blocks > 1:
+        index = tuple(a // b for a, b in zip(start, block, strict=True))
+        if any((z - 1) // b != i for z, b, i in zip(stop, block, index, strict=True)):
+            return None
+        base = sum(i * s for i, s in zip(index, strides_of(layout.grid), strict=True)) * layout.block_bytes
+        start = tuple(a - i * b for a, i, b in zip(start, index, block, strict=True))
+        stop = tuple(z - i * b for z, i, b in zip(stop, index, block, strict=True))
+    at, stride, size, single = 0, 1, 1, True
+    for d in range(len(block) - 1, -1, -1):
+        length = stop[d] - start[d]
+        # Left of a dimension that is not covered whole, only single indices keep it one run.
+        if not single and length > 1:
+            return None
+        single = single and length == block[d]
+        at += start[d] * stride
+        size *= length
+        stride *= block[d]
+    first = base + at * layout.itemsize
+    return first, first + size * layout.itemsize
+
+
+def _minus(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(one, other, strict=True))
+
+
+def check_verify(verify: str) -> str:
+    if verify not in ("full", "extents", "none"):
+        raise MismatchError(f"verify is 'full', 'extents' or 'none', not {verify!r}")
+    return verify
 
 
 def check_extents(param: Param, request: Request, view: memoryview, where: str) -> None:

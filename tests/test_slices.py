@@ -1,0 +1,451 @@
+"""Every slice of a stored array equals numpy's slice of a full copy, and reads no more than it should."""
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckptfs
+from ckptfs import dtypes, shards
+from ckptfs.box import Box
+from ckptfs.errors import CorruptError, MismatchError, NotFoundError
+from ckptfs.grid import Layout
+from ckptfs.ranks import Group
+from ckptfs.read import contiguous
+
+RELAXED = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+def filled(shape, dtype, seed=0):
+    """Random bits of a type as a tensor, and the same as a numpy array of its carrier."""
+    kind = dtypes.of(dtype)
+    raw = np.random.default_rng(seed).integers(0, 2 if dtype == "bool" else 256, prod(shape) * kind.itemsize, np.uint8)
+    tensor = (
+        torch.from_numpy(raw).view(kind.torch).reshape(shape) if prod(shape) else torch.empty(shape, dtype=kind.torch)
+    )
+    return tensor, shards.as_numpy(tensor).copy()
+
+
+def save_panels(url, whole, panels, settings=None):
+    """Save a tensor as `panels` ranks that hold columns, so that it is stored as panels."""
+    ends = [0, *np.linspace(0, whole.shape[1], panels + 1).astype(int)[1:].tolist()]
+    groups = Group.threads(panels)
+    errors = []
+
+    def rank(r):
+        part = whole[:, ends[r] : ends[r + 1]].contiguous()
+        box = [[0, ends[r]], [whole.shape[0], ends[r + 1]]]
+        value = shards.LocalShard([part], tuple(whole.shape), ["boxes", [box]])
+        try:
+            ckptfs.Run(url, group=groups[r], settings=settings).save(1, {"w": value})
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(panels)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    return ckptfs.Run(url)[1]
+
+
+SMALL = ckptfs.Settings(chunk_bytes=256, extent_bytes=128, block_bytes=512, io_bytes=256)
+
+
+class Kept(list):
+    """(checkpoint, full copies by name), with a short name for messages."""
+
+    def __repr__(self):
+        return f"<{len(self)} checkpoints>"
+
+
+def kept(kind, tmp_path_factory):
+    """One checkpoint of many arrays, stored in one way."""
+    arrays, tree = {}, {}
+    cases = [
+        ((), "float32"), ((0, 3), "int64"), ((7,), "bfloat16"), ((1,), "complex128"), ((64, 33), "float32"), ((5, 6, 7), "int16"),
+        ((3, 1, 4, 9), "float8_e4m3fn"), ((129, 2), "bool"), ((2, 300), "float64"), ((17, 19), "complex64"),
+    ]  # fmt: skip
+    for seed, (shape, dtype) in enumerate(cases):
+        tree[f"a{seed}"], arrays[f"a{seed}"] = filled(shape, dtype, seed)
+    store, _, compression = kind.partition("+")
+    url = tmp_path_factory.mktemp("run") / "run" if store == "local" else f"memory://slices-{kind.replace('+', '-')}"
+    ckptfs.Run(url, settings=SMALL if "small" in kind else None).save(
+        1, tree, compression=compression if compression in ("zstd", "blosc") else None
+    )
+    ck = ckptfs.Run(url)[1]
+    if store == "local" and not compression:
+        panels, copy = filled((48, 60), "float32", 99)
+        arrays["w"] = shards.as_numpy(panels).copy()
+        return Kept(
+            [(ck, {k: v for k, v in arrays.items() if k != "w"}), (save_panels(f"{url}-p", panels, 4), {"w": copy})]
+        )
+    return Kept([(ck, arrays)])
+
+
+@pytest.fixture(scope="module", params=["local", "local+small", "local+zstd", "memory", "memory+blosc"])
+def stored(request, tmp_path_factory):
+    return kept(request.param, tmp_path_factory)
+
+
+def indices(shape):
+    def one(n):
+        ends = st.one_of(st.none(), st.integers(-n - 2, n + 2))
+        steps = st.one_of(st.none(), st.integers(-4, 4).filter(bool))
+        slices = st.builds(slice, ends, ends, steps)
+        return st.one_of(slices, st.integers(-n, n - 1)) if n else slices
+
+    @st.composite
+    def index(draw):
+        items = [draw(one(n)) for n in shape[: draw(st.integers(0, len(shape)))]]
+        if draw(st.booleans()):
+            at = draw(st.integers(0, len(items)))
+            used = items[:at]
+            items = [*used, ..., *[draw(one(n)) for n in shape[len(shape) - draw(st.integers(0, len(shape) - at)) :]]]
+            items = items if len(items) - 1 <= len(shape) else used
+        for _ in range(draw(st.integers(0, 2))):
+            items.insert(draw(st.integers(0, len(items))), None)
+        return tuple(items) if len(items) != 1 or draw(st.booleans()) else items[0]
+
+    return index()
+
+
+@given(data=st.data())
+@RELAXED
+def test_slices_equal_numpys(stored, data):
+    for ck, arrays in stored:
+        name = data.draw(st.sampled_from(sorted(arrays)))
+        copy, array = arrays[name], ck[name]
+        index = data.draw(indices(copy.shape))
+        expected = copy[index]
+        found = array.numpy(index)
+        assert found.shape == expected.shape
+        assert found.dtype == array.element.numpy
+        assert found.view(copy.dtype).tobytes() == expected.tobytes()
+        tensor = array[index]
+        assert tuple(tensor.shape) == expected.shape
+        assert shards.as_numpy(tensor).tobytes() == expected.tobytes()
+
+
+@given(data=st.data())
+@RELAXED
+def test_read_into_any_strides(stored, data):
+    for ck, arrays in stored:
+        name = data.draw(st.sampled_from(sorted(arrays)))
+        copy, array = arrays[name], ck[name]
+        index = data.draw(indices(copy.shape))
+        expected = np.asarray(copy[index])
+        order = data.draw(st.permutations(range(expected.ndim)))
+        space = np.zeros([2 * expected.shape[d] + 1 for d in order], copy.dtype)
+        view = space[(*(slice(1, 1 + 2 * expected.shape[d], 2) for d in order), ...)]
+        view = view.transpose([order.index(d) for d in range(expected.ndim)])
+        out = view.view(array.element.numpy)
+        assert array.read(index, out=out) is out
+        assert np.array_equal(view, expected)
+        assert np.count_nonzero(space) == np.count_nonzero(expected)  # nothing beside it was touched
+        if all(s > 0 for s in view.strides):
+            bits = torch.from_numpy(space.view({16: "c16"}.get(space.itemsize, f"i{space.itemsize}")).copy()).zero_()
+            strides = [s // copy.itemsize for s in view.strides]
+            tensor = bits.view(array.element.torch).as_strided(
+                expected.shape, strides, expected.ndim and sum(bits.stride())
+            )
+            assert array.read(index, out=tensor) is tensor
+            assert np.array_equal(shards.as_numpy(tensor), expected)
+
+
+def test_boxes_do_not_wrap(stored):
+    ck, arrays = stored[0]
+    name = "a5"
+    assert shards.as_numpy(ck[name].box((1, 2, 3), (4, 2, 7))).shape == (3, 0, 4)
+    assert shards.as_numpy(ck[name].box((1, 2, 3), (4, 5, 7))).tobytes() == arrays[name][1:4, 2:5, 3:7].tobytes()
+    for start, stop in [((-1, 0, 0), (1, 1, 1)), ((0, 0, 0), (5, 6, 8)), ((0,), (1,)), ((2, 0, 0), (1, 1, 1))]:
+        with pytest.raises(IndexError, match="does not lie in shape"):
+            ck[name].box(start, stop)
+
+
+# --- what an array says of itself ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ck(tmp_path_factory):
+    url = tmp_path_factory.mktemp("one") / "run"
+    tree = {"w": torch.arange(24.0).reshape(4, 6), "b": torch.arange(6).bfloat16(), "s": torch.tensor(3)}
+    ckptfs.Run(url).save(1, tree)
+    return ckptfs.Run(url)[1]
+
+
+def test_protocol(ck):
+    w = ck["w"]
+    assert (w.shape, w.ndim, w.nbytes, w.size, len(w)) == ((4, 6), 2, 96, 24, 4)
+    assert (w.get_shape(), w.get_dtype(), ck["b"].get_dtype()) == ([4, 6], "F32", "BF16")
+    assert w.dtype.name == "float32"
+    assert np.asarray(w).tolist() == np.arange(24.0).reshape(4, 6).tolist()
+    assert np.asarray(w, dtype="float64").dtype == np.float64
+    assert np.from_dlpack(w)[1, 1] == 7
+    assert torch.from_dlpack(ck["b"]).dtype is torch.bfloat16
+    assert [row.tolist() for row in w] == w[...].tolist()
+    assert "w" in repr(w)
+    with pytest.raises(TypeError):
+        len(ck["s"])
+    with pytest.raises(ValueError, match="without a copy"):
+        np.asarray(w, copy=False)
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        ((0, 0, 0), "3 indices for 2 dimensions"),
+        (4, "index 4 is out of bounds for dimension 0 of length 4"),
+        ((0, -7), "index -7 is out of bounds for dimension 1"),
+        ((..., ...), "at most one"),
+        ([0, 1], "fancy indexing"),
+        (np.array([0]), "fancy indexing"),
+        (torch.tensor([1]), "fancy indexing"),
+        (np.zeros((4, 6), bool), "fancy indexing"),
+        (True, "cannot index with True"),
+        (1.5, "cannot index with 1.5"),
+        ("x", "cannot index with a str"),
+        (slice(0, 4, 0), "cannot slice"),
+        (slice(0.5, 2), "cannot slice"),
+    ],
+)
+def test_bad_indices(ck, index, says):
+    for way in (ck["w"].numpy, ck["w"].torch):
+        with pytest.raises(IndexError, match=says):
+            way(index)
+
+
+def test_bad_destinations(ck):
+    w = ck["w"]
+    read_only = np.empty((4, 6), "f4")
+    read_only.flags.writeable = False
+    for out in (
+        np.empty((4, 6), "f8"),
+        np.empty((4, 5), "f4"),
+        torch.empty(6, 4),
+        [0],
+        read_only,
+        torch.empty(4, 1).expand(4, 6),
+    ):
+        with pytest.raises(MismatchError):
+            w.read(out=out)
+    with pytest.raises(NotFoundError, match="did you mean"):
+        ck["ww"]
+
+
+def test_numpy_integers_index(ck):
+    assert ck["w"][np.int64(1), torch.tensor(2)].item() == 8
+
+
+# --- contiguous runs -------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3)), min_size=1, max_size=4), st.randoms(use_true_random=False)
+)
+@settings(max_examples=300, deadline=None)
+def test_contiguous_agrees_with_a_full_list(dims, random):
+    block = tuple(b for b, _ in dims)
+    shape = (block[0], *(b * n - random.randrange(b) for b, n in dims[1:]))
+    layout = Layout(shape, 2, block, block)
+    start = tuple(random.randrange(n) for n in shape)
+    stop = tuple(random.randrange(a, n) + 1 for a, n in zip(start, shape, strict=True))
+    offsets = []
+    for at in np.ndindex(*(z - a for a, z in zip(start, stop, strict=True))):
+        place = tuple(a + i for a, i in zip(start, at, strict=True))
+        (number,) = layout.blocks_of(Box(place, tuple(p + 1 for p in place)))
+        inner = np.ravel_multi_index(tuple(p % b for p, b in zip(place, block, strict=True)), block)
+        offsets.append(number * layout.block_bytes + int(inner) * 2)
+    one_run = [b - a for a, b in zip(offsets, offsets[1:], strict=False)] == [2] * (len(offsets) - 1)
+    crosses = len({o // layout.block_bytes for o in offsets}) > 1
+    found = contiguous(layout, Box(start, stop))
+    assert found == ((offsets[0], offsets[-1] + 2) if one_run and not crosses else None)
+
+
+# --- how much is read ------------------------------------------------------------------------------------------------
+
+
+def bytes_of(ck, read):
+    before = ck.bytes_read
+    read()
+    return ck.bytes_read - before
+
+
+@pytest.fixture(scope="module", params=["local", "memory"])
+def big(request, tmp_path_factory):
+    url = tmp_path_factory.mktemp("big") / "run" if request.param == "local" else "memory://slices-big"
+    whole = torch.arange(1 << 20, dtype=torch.int32).reshape(64, 16384)
+    ckptfs.Run(url).save(1, {"w": whole})
+    return ckptfs.Run(url)[1], whole
+
+
+@pytest.mark.parametrize("index", [3, slice(3, 9), (5, slice(100, 200)), (slice(7, 8), slice(-9, None)), slice(None)])
+def test_a_row_slice_reads_exactly_its_bytes(big, index):
+    ck, whole = big
+    assert bytes_of(ck, lambda: ck["w"][index]) == whole[index].numel() * 4
+    assert torch.equal(ck["w"][index], whole[index])
+
+
+def test_wide_steps_read_only_their_rows(big):
+    ck, whole = big
+    assert bytes_of(ck, lambda: ck["w"][::-8]) == whole[::8].numel() * 4
+
+
+def test_nothing_is_read_for_nothing(big):
+    ck, _ = big
+    assert bytes_of(ck, lambda: ck["w"][5:5]) == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_tensor_parallel_rank_reads_its_share(tmp_path, ranks, dim):
+    """Of weights stored as rows and as columns: at most 1/k of the bytes, and one extent for each edge."""
+    whole = torch.arange(1 << 20, dtype=torch.int32).reshape(512, 2048)
+    stored = [ckptfs.Run(tmp_path / "rows"), tmp_path / "columns"]
+    stored[0].save(1, {"w": whole})
+    extent = ckptfs.Settings().extent_bytes
+    for ck in (stored[0][1], save_panels(stored[1], whole, ranks)):
+        by_columns_in_rows = dim == 1 and len(list(ck["w"].param.layout.grid)) == 2 and ck["w"].param.layout.blocks == 1
+        for r, part in enumerate(whole.chunk(ranks, dim)):
+            width = whole.shape[dim] // ranks
+            index = (slice(None),) * dim + (slice(r * width, (r + 1) * width),)
+            read = bytes_of(ck, lambda c=ck, i=index: c["w"].numpy(i))
+            edges = 2 * (ranks if ck["w"].param.layout.blocks > 1 else 1)
+            if not by_columns_in_rows:  # pieces of rows closer than GAP_BYTES may be read through from a cold disk
+                assert read <= whole.numel() * 4 // ranks + edges * extent
+                assert read == part.numel() * 4
+            assert np.array_equal(ck["w"].numpy(index), part.numpy())
+
+
+# --- checksums -------------------------------------------------------------------------------------------------------
+
+
+def damaged(tmp_path, at):
+    url = tmp_path / "run"
+    ckptfs.Run(url).save(1, {"w": torch.zeros(1 << 20, dtype=torch.int32).reshape(1024, 1024)})
+    (path,) = (url / "step-00000001" / "w").glob("c*")
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\xff")
+    return url / "step-00000001"
+
+
+def test_a_whole_extent_is_checked_a_part_only_on_request(tmp_path):
+    step = damaged(tmp_path, (1 << 20) + 5000)  # row 257, in the second extent
+    ck = ckptfs.open(step)
+    with pytest.raises(CorruptError, match="extent 1"):
+        ck["w"][:]
+    with pytest.raises(CorruptError, match="extent 1"):
+        ck["w"][200:600]
+    assert ck["w"][257:258].sum() != 0  # not read whole: not checked
+    with pytest.raises(CorruptError, match="extent 1"):
+        ckptfs.Checkpoint(step, verify="full")["w"][257:258]
+    assert ckptfs.Checkpoint(step, verify="full")["w"][600:601].sum() == 0
+    assert ckptfs.Checkpoint(step, verify="none")["w"][:].sum() != 0
+    with pytest.raises(MismatchError):
+        ckptfs.Checkpoint(step, verify="perhaps")
+
+
+def test_a_truncated_file_is_an_error_not_a_signal(tmp_path):
+    step = damaged(tmp_path, 0)
+    (path,) = (step / "w").glob("c*")
+    os.truncate(path, 1 << 20)
+    ck = ckptfs.open(step)
+    assert ck["w"][100:101].sum() == 0
+    for index in (slice(600, 601), (slice(None), slice(0, 3)), ...):
+        with pytest.raises(CorruptError):
+            ck["w"].numpy(index)
+
+
+# --- threads, processes, imports -------------------------------------------------------------------------------------
+
+
+def test_threads_share_a_checkpoint(big):
+    ck, whole = big
+    wrong = []
+
+    def work(seed):
+        for i in np.random.default_rng(seed).integers(0, 60, 100):
+            if not np.array_equal(
+                ck["w"].numpy((slice(i, i + 4), slice(i * 5, i * 5 + 300))), whole[i : i + 4, i * 5 : i * 5 + 300]
+            ):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_checkpoint_travels_to_other_processes(ck):
+    again = pickle.loads(pickle.dumps(ck["w"]))
+    assert again.numpy().tolist() == ck["w"].numpy().tolist()
+    assert pickle.loads(pickle.dumps(ck)).url == ck.url
+
+
+def test_a_forked_child_reads_with_locks_of_its_own(ck):
+    reader = ck._reader
+    ck["w"].numpy(0)
+    held = (reader._pool_lock, reader._count_lock, reader._files._lock)
+    for lock in held:
+        lock.acquire()  # as if another thread of the parent were reading at the moment of the fork
+    try:
+        child = os.fork()
+        if not child:
+            ok = False
+            try:
+                ok = ck["w"].numpy((1, 1)) == 7
+            finally:
+                os._exit(0 if ok else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        for lock in held:
+            lock.release()
+
+
+def test_numpy_slices_do_not_import_torch(ck):
+    program = f"""
+import sys, ckptfs, numpy as np
+ck = ckptfs.open({ck.url!r})
+assert ck["w"].numpy((slice(1, 3), 2)).tolist() == [8.0, 14.0]
+assert ck["b"].numpy().astype("f4").tolist() == [0, 1, 2, 3, 4, 5]
+assert np.asarray(ck["w"]).shape == np.from_dlpack(ck["w"]).shape == (4, 6)
+out = np.empty((4, 6), "f4"); ck["w"].read(out=out); assert out[3, 5] == 23
+assert [n for n, _ in ck.stream("*", numpy=True)]
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_reads_into_a_cuda_tensor(ck, tmp_path):
+    whole = torch.arange(10 << 20, dtype=torch.int32).reshape(10240, 1024)
+    ckptfs.Run(tmp_path / "run").save(1, {"w": whole})
+    array = ckptfs.Run(tmp_path / "run")[1]["w"]
+    for index in (
+        ...,
+        slice(5, 9000),
+        (slice(None, None, -3), slice(7, 900)),
+        (5, 6),
+        (None, 4),
+        (3, slice(None, None, 2)),
+    ):
+        expected = torch.from_numpy(whole.numpy()[index].copy()) if index is not ... else whole
+        out = torch.zeros(expected.shape, dtype=torch.int32, device="cuda")
+        assert torch.equal(array.read(index, out=out).cpu(), expected)
+    strided = torch.zeros(1024, 10240, dtype=torch.int32, device="cuda").t()
+    assert torch.equal(array.read(out=strided).cpu(), whole)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spreads import chunks, local_indices, random_array, shapes, spreadings, strided
 
 from ckptfs import dtypes
 from ckptfs.errors import MismatchError
 from ckptfs.saveplan import Desc, Mesh, Options, boxes_of, cut, describe, intervals, merge, parse, plan, share
 from ckptfs.shards import hold
+from spreads import chunks, local_indices, random_array, shapes, spreadings, strided
 
 SMALL = Options(chunk_bytes=64, block_bytes=256, extent_bytes=32)
 
@@ -195,7 +195,10 @@ def of(*descs):
 @pytest.mark.parametrize(
     ("descs", "match"),
     [
-        ([Desc("w", "float32", (2,), ["whole"]), Desc("w", "float32", (3,), ["whole"])], r"on rank 0 .* rank 1.*PerRank"),
+        (
+            [Desc("w", "float32", (2,), ["whole"]), Desc("w", "float32", (3,), ["whole"])],
+            r"on rank 0 .* rank 1.*PerRank",
+        ),
         ([Desc("w", "float32", (2,), ["whole"]), Desc("w", "int32", (2,), ["whole"])], "PerRank"),
         (
             [Desc("w", "float32", (2,), ["whole"]), Desc("w", "float32", (2,), ["mesh", [2], [0, 1], ["S0"]])],

@@ -5,19 +5,17 @@ Ranks are threads; meshes, flat ranges and boxes are cut by the slow twin in `sp
 
 import shutil
 import tempfile
-from math import prod
 
 import ml_dtypes  # noqa: F401 - numpy learns bfloat16 and float8 from it
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from spreads import DTYPES, NoSync, blank, on_ranks, parts_of, random_array, shapes, spreadings
 
 from ckptfs import Run, Settings
-from ckptfs.errors import CkptError, MismatchError
 from ckptfs.storage import LocalStore, MemoryStore
 from ckptfs.verify import verify
+from spreads import DTYPES, NoSync, blank, on_ranks, parts_of, random_array, shapes, spreadings
 
 TINY = {"read_threads": 2, "write_threads": 2, "buffer_bytes": 1 << 20, "read_buffer_bytes": 1 << 18}
 
@@ -77,9 +75,9 @@ def load_and_compare(store, arrays, loaded, other, config):
             blank(leaf)
         with Run(store, group=group, settings=config)[1] as checkpoint:
             back = checkpoint.load(tree, rank=rank, strict=False)
-            assert checkpoint._reader.extents_read <= sum(
-                checkpoint.param(name).extent_count for name in tree
-            ), "an extent was read twice"
+            assert checkpoint._reader.extents_read <= sum(checkpoint.param(name).extent_count for name in tree), (
+                "an extent was read twice"
+            )
         for name, parts in wanted.items():
             for got, want in zip(parts_of(back[name]), parts, strict=True):
                 assert same(got, want), f"{name} of rank {rank}"

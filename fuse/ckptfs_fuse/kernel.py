@@ -174,7 +174,7 @@ def unmount(mountpoint: str, *, lazy: bool = False) -> None:
 def is_dead(mountpoint: str) -> bool:
     """Whether there is a mount whose server is gone. One that is alive but stuck makes this call wait for it."""
     try:
-        os.stat(mountpoint)
+        os.statvfs(mountpoint)  # unlike stat, never answered from the kernel's cache
     except OSError as error:
         return error.errno == errno.ENOTCONN
     return False

@@ -1132,6 +1132,6 @@ def _held(target: object) -> bool:
 def rehearse(target: object, node: Node, *, rank: int | None = None, allow_pickle: bool = False) -> Filled:
     """What `fill` would find missing, unexpected and mismatched; touches nothing."""
     check(node)
-    rehearsal = _Filler(_no_array, rank, allow_pickle, dry=True)
+    rehearsal = _Filler(lambda name, tag, _: _no_array(name, tag), rank, allow_pickle, dry=True)
     rehearsal.visit(target, node, [])
     return Filled(target, rehearsal.missing, rehearsal.unexpected, rehearsal.mismatched)

@@ -47,7 +47,7 @@ class Job:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None  # noqa: S101 - opened with a pipe
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
             self._queue.put(line)

@@ -305,6 +305,8 @@ def _param(name: str, raw: object) -> Param:
     path = _typed(entry.get("path"), str, "path")
     check_relative(path)
     runs = _typed(entry.get("extents"), list, "extents")
+    if any(not isinstance(run, list) or len(run) != 2 for run in runs):
+        raise FormatError("extents are not pairs of a length and a count")
     runs = tuple((_int(a, "length"), _int(b, "count")) for a, b in runs)
     hashes = _hex(entry.get("xxh3"))
     count = sum(n for _, n in runs)

@@ -105,10 +105,9 @@ def histogram(pieces: Iterator[Values], low: float, high: float, bins: int) -> V
     counts = np.zeros(bins, dtype=np.int64)
     if low == high:
         high = low + 1
-    width = high / bins - low / bins  # not (high - low): that may overflow
+    half = (high / 2 - low / 2) / bins  # halves, because high - low may overflow
     for piece in pieces:
         good = piece[np.isfinite(piece)]
-        with np.errstate(over="ignore", invalid="ignore"):
-            at = np.floor(good / width - low / width) if width else np.zeros(good.shape)
-        counts += np.bincount(np.clip(np.nan_to_num(at), 0, bins - 1).astype(np.int64), minlength=bins)
+        at = np.floor((good / 2 - low / 2) / half) if half else (good > low) * bins
+        counts += np.bincount(np.clip(at, 0, bins - 1).astype(np.int64), minlength=bins)
     return counts

@@ -88,7 +88,7 @@ def _cells(change: Change) -> tuple[str, str, str, str, str]:
     if change.relative is None or change.max_abs is None:
         return "", "", "", change.name, ", ".join(notes)
     part = change.changed / max(1, math.prod(change.new_shape))
-    return f"{change.relative:.3e}", f"{change.max_abs:.3g}", f"{part:.1%}", change.name, ", ".join(notes)
+    return f"{change.relative:.3e}", f"{change.max_abs:.4g}", f"{part:.1%}", change.name, ", ".join(notes)
 
 
 def _short(value: str | None) -> str:

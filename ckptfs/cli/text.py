@@ -127,7 +127,9 @@ def say_json(value: Any) -> None:
 
 def table(rows: Iterable[Sequence[str]], heads: Sequence[str], *, right: Iterable[int] = ()) -> None:
     """Columns as wide as their widest cell; those in `right` flush right."""
-    lines = [list(heads), *map(list, rows)]
+    lines = [*([list(heads)] if any(heads) else []), *map(list, rows)]
+    if not lines:
+        return
     widths = [max(len(line[at]) for line in lines) for at in range(len(heads))]
     flush = set(right)
     for line in lines:

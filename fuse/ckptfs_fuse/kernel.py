@@ -176,7 +176,7 @@ def is_dead(mountpoint: str) -> bool:
     try:
         os.statvfs(mountpoint)  # unlike stat, never answered from the kernel's cache
     except OSError as error:
-        return error.errno == errno.ENOTCONN
+        return error.errno in {errno.ENOTCONN, errno.ECONNABORTED}  # the latter: it died while it was asked
     return False
 
 

@@ -130,6 +130,7 @@ class NativeServer:
     def _agree(self, offer: wire.Init) -> bytes:
         flags = wire.ASYNC_READ | wire.PARALLEL_DIROPS | wire.MAX_PAGES | wire.INIT_EXT
         flags |= wire.DO_READDIRPLUS | wire.READDIRPLUS_AUTO | wire.DIRECT_IO_ALLOW_MMAP
+        flags |= wire.POSIX_ACL  # there are none, and with this the kernel remembers: `ls -l` asks for each file's
         if self._options.passthrough and os.geteuid() == 0:
             flags |= wire.PASSTHROUGH
         agreed = flags & offer.flags

@@ -29,6 +29,7 @@ _PUBLIC = {
     "open": ("ckptfs.run", "open_url"),
     "register": "ckptfs.tree",
     "restore": "ckptfs.training",
+    "safe_open": "ckptfs.safe_open",
     "save": "ckptfs.run",
     "state_of": "ckptfs.training",
 }

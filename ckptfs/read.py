@@ -196,7 +196,10 @@ class Reader:
             (param, targets, request)
             for param, targets in wanted
             for request in requests(
-                param, (t.box for t in targets), whole=verify == "full", io_bytes=self.settings.io_bytes
+                param,
+                (t.box for t in targets),
+                whole=verify == "full" or (verify == "extents" and any(_is_whole(param, t) for t in targets)),
+                io_bytes=self.settings.io_bytes,
             )
         ]
         check = verify != "none"
@@ -229,9 +232,13 @@ class Reader:
             return False
         found = contiguous(layout, target.box) if out.flags.c_contiguous else None
         if found is None:
+            if check and _is_whole(param, target):
+                return False
             return self._mappable and self._copied(param, target)
         start, stop = found
         first = last = 0
+        if check and _is_whole(param, target) and stop - start != layout.logical_bytes:
+            return False  # the padding belongs to the last extent, which is to be checked too
         if check and stop - start >= param.shortest_extent:
             table = param.extents
             first = int(table.start.searchsorted(start))
@@ -249,7 +256,7 @@ class Reader:
     def _copied_run(self, param: Param, request: Request, out: np.ndarray[Any, Any]) -> bool:
         """Copy one run out of the page cache, each extent checked while it is in the processor's; False: not there."""
         files = self._opened()
-        opened = files.take(param.file(request.file))
+        opened = self._take(param, request.file)
         try:
             data = opened.mapped(request.offset, request.length)
             if data is None:
@@ -272,6 +279,12 @@ class Reader:
         self._count(request.length, request.last - request.first)
         return True
 
+    def _take(self, param: Param, file: int) -> Any:
+        try:
+            return self._opened().take(param.file(file))
+        except NotFoundError as error:
+            raise _missing(param, file, self.store.url) from error
+
     def _copied(self, param: Param, target: Target) -> bool:
         """Copy a box out of the page cache; False when it is not there."""
         layout, box = param.layout, target.box
@@ -282,7 +295,7 @@ class Reader:
             low = sum(a * s for a, s in zip(inner.start, strides, strict=True)) * layout.itemsize
             high = (sum((z - 1) * s for z, s in zip(inner.stop, strides, strict=True)) + 1) * layout.itemsize
             file, base = (block, 0) if layout.many else (0, block * layout.block_bytes)
-            opened = files.take(param.file(file))
+            opened = self._take(param, file)
             try:
                 data = opened.mapped(base + low, high - low)
                 if data is None:
@@ -341,8 +354,7 @@ class Reader:
         try:
             self._opened().read_into(path, request.offset, view)
         except NotFoundError as error:
-            msg = f"array {param.name!r}: file {path} is missing from {self.store.url}: restore the step from a copy, or load an older one"
-            raise CorruptError(msg) from error
+            raise _missing(param, request.file, self.store.url) from error
         except CorruptError as error:
             raise CorruptError(
                 f"array {param.name!r}: {error}; restore the step from a copy, or load an older one"
@@ -385,6 +397,17 @@ def check_verify(verify: str) -> str:
     if verify not in ("full", "extents", "none"):
         raise MismatchError(f"verify is 'full', 'extents' or 'none', not {verify!r}")
     return verify
+
+
+def _missing(param: Param, file: int, where: str) -> CorruptError:
+    path = param.file(file)
+    return CorruptError(
+        f"array {param.name!r}: file {path} is missing from {where}: restore the step from a copy, or load an older one"
+    )
+
+
+def _is_whole(param: Param, target: Target) -> bool:
+    return target.out.size * param.layout.itemsize == param.layout.nbytes
 
 
 def check_extents(param: Param, request: Request, view: memoryview, where: str) -> None:

@@ -249,8 +249,7 @@ def publish(run: Store, name: str, folder: str, raw: bytes, *, overwrite: bool, 
     try:
         local.rename_dir(folder, name)
     except ExistsError:
-        if not overwrite and local.exists(f"{name}/{mf.NAME}"):
-            raise
+        check_free(local, name, overwrite=overwrite)
         local.exchange_dirs(folder, name)
         local.sync_dir()
         discard(local, folder)
@@ -319,6 +318,18 @@ def _collect(run: LocalStore, name: str) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def check_free(run: Store, name: str, *, overwrite: bool) -> None:
+    """ExistsError unless a step may get this name: nothing has it, an empty folder, or a step and `overwrite`.
+
+    In an object store leftovers of a dead save have the name too, and nothing tells them from other people's objects.
+    """
+    if exists(run, name):
+        if not overwrite:
+            raise ExistsError(f"{run.url}/{name} exists already; pass overwrite=True to replace it")
+    elif run.positional and (run.exists(name) or any(run.children(name))):
+        raise ExistsError(f"{run.url}/{name} is there and is not a checkpoint: move it away, or save elsewhere")
 
 
 def exists(run: Store, name: str) -> bool:

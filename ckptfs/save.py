@@ -156,9 +156,8 @@ class Saver:
         """The leader looks whether the step may be written, and clears away what dead saves left."""
         request, store = self.request, self.store
         try:
+            commit.check_free(store, request.name, overwrite=request.overwrite)
             if commit.exists(store, request.name):
-                if not request.overwrite:
-                    return ExistsError(f"{store.url}/{request.name} exists already; pass overwrite=True to replace it")
                 if not store.positional:
                     return MismatchError("a step in an object store cannot be replaced safely: save under another step")
             elif not store.positional:

@@ -335,6 +335,8 @@ def _check_sum(layout: Layout, codec: Codec | None, runs: tuple[tuple[int, int],
     if codec is not None:
         if count != sum(n // layout.chunk_bytes for n in used):
             raise FormatError("a compressed array has one extent per chunk")
+        if any(length > 2 * layout.chunk_bytes + 4096 for length, _ in runs):
+            raise FormatError("a compressed chunk is far longer than what is in it")
         return
     if total != sum(used):
         raise FormatError(f"extents hold {total} bytes, the files {sum(used)}")

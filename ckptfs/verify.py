@@ -21,7 +21,7 @@ from ckptfs import zarr3
 from ckptfs.checkpoint import Checkpoint
 from ckptfs.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError
 from ckptfs.manifest import HASH_BYTES, Manifest, Param, digest
-from ckptfs.storage.directio import Buffer, BufferPool
+from ckptfs.storage.directio import ALIGN_BYTES, Buffer, BufferPool
 
 if TYPE_CHECKING:
     from ckptfs.settings import Settings
@@ -106,9 +106,7 @@ class _Check:
 
     def run(self, progress: Progress | None, threads: int | None) -> list[Problem]:
         self._check_manifest()
-        jobs = list(self._jobs())
-        total = sum(job.nbytes for job in jobs)
-        self._work(jobs, total, progress, max(1, threads or self.settings.read_threads))
+        self._work(sum(self.sizes.values()), progress, max(1, threads or self.settings.read_threads))
         self.problems += [
             Problem(path, None, None, None, "extra", f"{size} bytes that the step does not name")
             for path, size in self.sizes.items()
@@ -118,11 +116,10 @@ class _Check:
 
     # --- the work --------------------------------------------------------------------------------------
 
-    def _work(self, jobs: list[_Job], total: int, progress: Progress | None, threads: int) -> None:
-        threads = min(threads, max(1, len(jobs)))
+    def _work(self, total: int, progress: Progress | None, threads: int) -> None:
         io_bytes = self.settings.io_bytes
-        pool = BufferPool(threads * (io_bytes + 2 * 4096), io_bytes)
-        todo, done = iter(jobs), 0
+        pool = BufferPool(threads * (io_bytes + 2 * ALIGN_BYTES), io_bytes)
+        todo, done = self._jobs(), 0  # jobs are made as they are taken: a step may have millions of extents
 
         def worker() -> None:
             nonlocal done
@@ -138,7 +135,7 @@ class _Check:
                         self.problems += found
                         done += job.nbytes
                         if progress is not None:
-                            progress(done, total)
+                            progress(min(done, total), total)
             except BaseException:
                 self._stop.set()
                 raise
@@ -156,6 +153,8 @@ class _Check:
                     raise
         finally:
             pool.close()
+        if progress is not None and done != total:  # what is missing or extra has no bytes to check
+            progress(total, total)
 
     def _jobs(self) -> Iterator[_Job]:
         yield from self._document_jobs()

@@ -547,6 +547,55 @@ def test_mounts_and_umount(cli, place):
     cli("mount", "nowhere", "point", status=3)
 
 
+def can_mount():
+    return os.path.exists("/dev/fuse") and os.geteuid() == 0
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs /dev/fuse and root")
+def test_mount_and_umount(cli, place):
+    (place / "point").mkdir()
+    mounted = call_json(cli, "mount", "run7@2", "point", "--set", "request_threads=2", "--set", "linger_s=0")
+    try:
+        assert mounted["mountpoint"] == str(place / "point")
+        assert "config.json" in {p.name for p in (place / "point").rglob("*")}
+        assert str(place / "point") in cli("mounts")
+    finally:
+        cli("umount", "point")
+    assert str(place / "point") not in cli("mounts")
+    assert "NAME=VALUE" in cli("mount", "run7", "point", "--set", "x", status=2)
+    assert "unknown view options" in cli("mount", "run7", "point", "--set", "nonsense=1", status=2)
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs /dev/fuse and root")
+def test_mount_in_the_foreground(place):
+    (place / "point").mkdir()
+    words = ("mount", "run7", "point", "--foreground", "--backend", "native")
+    with process(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+        try:
+            assert json.loads(serving.stdout.readline())["ready"]
+            assert "step-00000002" in os.listdir(place / "point")
+        finally:
+            serving.send_signal(signal.SIGINT)
+            assert serving.wait(30) == 0, serving.stderr.read()
+    assert os.listdir(place / "point") == []
+
+
+def test_a_step_under_work_is_leased(cli, place, monkeypatch):
+    """Whoever deletes while a command reads is told to wait."""
+    answers = []
+    whole = ckptfs.Checkpoint.read_boxes
+
+    def reading(self, *args, **how):
+        answers.append(lease.discard(ckptfs.Run("run7").store, "step-00000001"))
+        return whole(self, *args, **how)
+
+    monkeypatch.setattr(ckptfs.Checkpoint, "read_boxes", reading)
+    cli("export", "run7@1", "a.safetensors")
+    cli("diff", "run7/step-00000001", "run7@2")
+    assert answers
+    assert not any(answers)
+
+
 def test_sizes_and_times():
     assert [size_text(n) for n in (0, 999, 1000, 99949, 99950, 999499, 999500, 1e9, 5e15, 5e20)] == [
         "0 B", "999 B", "1.0 kB", "99.9 kB", "100 kB", "999 kB", "1.0 MB", "1.0 GB", "5.0 PB", "500000.0 PB",

@@ -16,7 +16,7 @@ import pytest
 import ckptfs
 from ckptfs import commit, lease
 from ckptfs.errors import NotFoundError
-from ckptfs.storage import LocalStore, MemoryStore
+from ckptfs.storage import FsspecStore, LocalStore, MemoryStore
 from ckptfs.watch import _News, pinned, wait, watch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,9 +26,11 @@ def save(run, step):
     run.save(step, {"w": np.full((64, 33), step, "i4"), "b": np.full(5, step, "i8"), "step": step})
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", "memory", "fsspec"])
 def run(request, tmp_path):
     url = tmp_path / "run" if request.param == "local" else f"memory://{request.node.name}"
+    if request.param == "fsspec":  # another store of objects, reached as S3 is
+        url = FsspecStore(f"memory:///{request.node.name}")
     with ckptfs.Run(url) as run:
         yield run
 

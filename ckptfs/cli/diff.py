@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot:
         _matplotlib(args.plot)  # before the work, not after it
-    with text.open_step(args.old, args) as old, text.open_step(args.new, args) as new:
+    with text.pinned(args.old, args) as old, text.pinned(args.new, args) as new:
         with text.bar(args, "diff") as bar:
             found = diff(old, new, args.pattern, progress=bar)
         urls = old.url, new.url

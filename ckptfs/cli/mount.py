@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
+import sys
+from dataclasses import asdict, fields
 from typing import Any
 
 from ckptfs.cli import text
-from ckptfs.errors import StorageError
+from ckptfs.errors import MismatchError, StorageError
 
 _BUILDER = "ckptfs.views:build"
 _BACKENDS = ("auto", "native", "fusepy")
@@ -31,6 +34,13 @@ def add(commands: Any) -> None:
     made.add_argument("--allow-other", action="store_true", help="let other users read too")
     made.add_argument("--subtree", default="", metavar="PATH", help="show only this part, such as hf")
     made.add_argument("--verify", action="store_true", help="check every byte before it is handed out")
+    made.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of MountOptions or ViewConfig, such as linger_s=60; may be repeated",
+    )
     made.add_argument("--nonempty", action="store_true", help="mount over a folder that has something in it")
     text.add_options(made)
     made.set_defaults(run=run_mount)
@@ -56,12 +66,25 @@ def _server() -> Any:
         ) from None
 
 
-def _tree(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+def _settings(items: list[str]) -> dict[str, Any]:
+    out = {}
+    for item in items:
+        name, separator, value = item.partition("=")
+        try:
+            out[name] = json.loads(value)
+        except ValueError:
+            out[name] = value
+        if not separator:
+            raise MismatchError(f"--set {item}: write NAME=VALUE")
+    return out
+
+
+def _tree(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """What makes the tree in the server's process, and what it is told."""
     from ckptfs.views.config import ViewConfig
 
-    config = ViewConfig(url=_absolute(args.url), subtree=args.subtree, verify=args.verify, storage=text.options(args))
-    return _BUILDER, config.to_dict()
+    settings = settings | {"url": _absolute(args.url), "subtree": args.subtree, "verify": args.verify}
+    return _BUILDER, ViewConfig.from_dict(settings | {"storage": text.options(args)}).to_dict()
 
 
 def _absolute(url: str) -> str:
@@ -74,12 +97,14 @@ def run_mount(args: argparse.Namespace) -> int:
     from ckptfs_fuse.options import MountOptions
 
     text.open_any(args.url, args)  # an error now is one line here, not a log of another process
-    builder, arguments = _tree(args)
-    options = MountOptions(allow_other=args.allow_other, nonempty=args.nonempty)
+    settings = _settings(args.set)
+    known = {one.name for one in fields(MountOptions)}
+    builder, arguments = _tree(args, {name: settings.pop(name) for name in list(settings) if name not in known})
+    options = MountOptions(allow_other=args.allow_other, nonempty=args.nonempty, **settings)
     if args.foreground:
         root = server.build_root(builder, arguments)
-        text.say(f"{args.url} at {args.mountpoint}; Ctrl-C unmounts it")
-        server.serve(root, args.mountpoint, args.backend, options)
+        # The server writes one JSON line when the mount is usable, and closes what it wrote to.
+        server.serve(root, args.mountpoint, args.backend, options, os.dup(sys.stdout.fileno()))
         return 0
     mounted = server.mount(builder, arguments, args.mountpoint, what=args.url, backend=args.backend, options=options)
     if args.json:
@@ -105,6 +130,4 @@ def run_mounts(args: argparse.Namespace) -> int:
 
 
 def _as_json(mounted: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
     return asdict(mounted)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ckptfs.errors import MismatchError, NotFoundError
+from ckptfs.errors import MismatchError, NotFoundError, StorageError
 from ckptfs.progress import Bar, size_text
 
 if TYPE_CHECKING:
@@ -97,6 +98,33 @@ def open_step(url: str, args: argparse.Namespace) -> Checkpoint:
     return found.latest if isinstance(found, Run) else found
 
 
+@contextmanager
+def pinned(url: str, args: argparse.Namespace) -> Iterator[Checkpoint]:
+    """As `open_step`, and retention leaves the step alone until the end of the block."""
+    with open_step(url, args) as found, held(found.store, args):
+        yield found
+
+
+@contextmanager
+def held(step: Store, args: argparse.Namespace) -> Iterator[None]:
+    """A lease on a step given by its own store; none where leases cannot be written."""
+    from ckptfs import lease
+    from ckptfs.storage import open_store
+
+    above, _, name = step.url.rpartition("/")
+    taken: lease.Lease | None = None
+    if not above.endswith(("/", ":")):
+        try:
+            taken = lease.take(open_store(above, **options(args)), name)
+        except (NotFoundError, StorageError):
+            pass  # gone already, or read-only: what follows says so, or does not mind
+    try:
+        yield
+    finally:
+        if taken is not None:
+            taken.release()
+
+
 def open_run(url: str, args: argparse.Namespace, *, create: bool = False) -> Run:
     from ckptfs.run import Run, open_url, split_url
 
@@ -159,10 +187,12 @@ __all__ = [
     "command",
     "count_text",
     "facts",
+    "held",
     "open_any",
     "open_run",
     "open_step",
     "options",
+    "pinned",
     "require_run",
     "say",
     "say_json",

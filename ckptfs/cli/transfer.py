@@ -52,7 +52,7 @@ def add(commands: Any) -> None:
 def run_export(args: argparse.Namespace) -> int:
     from ckptfs.convert.safetensors import export_file, export_folder
 
-    with text.open_step(args.url, args) as found, text.bar(args, "export") as bar:
+    with text.pinned(args.url, args) as found, text.bar(args, "export") as bar:
         how: dict[str, Any] = {"prefix": args.prefix, "progress": bar}
         if args.target.endswith(".safetensors"):
             written = export_file(found, args.target, overwrite=args.overwrite, **how)

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     bad = 0
     for store in stores(args):
         began = time.perf_counter()
-        with text.bar(args, store.url.rpartition("/")[2]) as bar:
+        with text.held(store, args), text.bar(args, store.url.rpartition("/")[2]) as bar:
             checked = 0
 
             def progress(done: int, total: int) -> None:

@@ -6,6 +6,7 @@ one chunk after the other.
 
 import threading
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -122,7 +123,7 @@ def mesh_shapes(draw, count):
     """1-D to 3-D meshes of exactly `count` ranks."""
     options = [(a, b, c) for a in range(1, count + 1) for b in range(1, count + 1) for c in range(1, count + 1)]
     full = draw(st.sampled_from([o for o in options if prod(o) == count]))
-    return draw(st.sampled_from([o for o in ((count,), full, full[:2] if full[2] == 1 else full)]))
+    return draw(st.sampled_from(((count,), full, full[:2] if full[2] == 1 else full)))
 
 
 @st.composite
@@ -136,13 +137,13 @@ def spreadings(draw, shape, world, *, kinds=("whole", "mesh", "flat", "boxes")):
         total = prod(shape)
         cuts = sorted(draw(st.lists(st.integers(0, total), min_size=world - 1, max_size=world - 1)))
         edges = [0, *cuts, total]
-        return Spreading(kind, tuple(zip(edges, edges[1:], strict=False)))
+        return Spreading(kind, tuple(pairwise(edges)))
     if kind == "boxes":
         dim = draw(st.integers(0, len(shape) - 1))
         cuts = sorted(draw(st.lists(st.integers(0, shape[dim]), max_size=3)))
         edges = [0, *cuts, shape[dim]]
         of_rank = [[] for _ in range(world)]
-        for a, b in zip(edges, edges[1:], strict=False):
+        for a, b in pairwise(edges):
             if a < b:
                 start, stop = [0] * len(shape), list(shape)
                 start[dim], stop[dim] = a, b

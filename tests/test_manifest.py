@@ -5,6 +5,7 @@ import json
 import tempfile
 import time
 import tracemalloc
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -309,12 +310,32 @@ def test_a_codec_on_a_raw_file():
     refused(lie(lambda d: d["params"]["s"].update(codec=codec)), "many files")
 
 
+def test_a_compressed_chunk_of_absurd_length():
+    count = extents_of("b")[0][1]
+    refused(lie(lambda d: d["params"]["b"]["extents"].__setitem__(0, [1 << 40, count])), "far longer")
+
+
 # --- paths and names -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "path",
-    ["../w", "/etc/passwd", "a/../../w", "a//b", "", ".", "..", "a/.", "a\\..\\b", "a\x00b", "a\nb", "w/", "/", "a" * 256],
+    [
+        "../w",
+        "/etc/passwd",
+        "a/../../w",
+        "a//b",
+        "",
+        ".",
+        "..",
+        "a/.",
+        "a\\..\\b",
+        "a\x00b",
+        "a\nb",
+        "w/",
+        "/",
+        "a" * 256,
+    ],
 )
 def test_paths_that_leave_the_step(path):
     refused(lie(lambda d: d["params"]["w"].update(path=path)), "array 'w'.*does not stay inside")
@@ -340,7 +361,9 @@ def test_assets_that_leave_the_step(path):
     refused(lie(lambda d: d["assets"].update({path: {"bytes": 1, "xxh3": "0" * 32}})), "does not stay inside")
 
 
-@pytest.mark.parametrize("entry", [None, 1, [], {}, {"bytes": 1}, {"bytes": -1, "xxh3": "0" * 32}, {"bytes": 1, "xxh3": 5}])
+@pytest.mark.parametrize(
+    "entry", [None, 1, [], {}, {"bytes": 1}, {"bytes": -1, "xxh3": "0" * 32}, {"bytes": 1, "xxh3": 5}]
+)
 def test_assets_that_are_none(entry):
     refused(lie(lambda d: d["assets"].update(x=entry)), "")
 
@@ -468,4 +491,4 @@ def test_absurd_arrays_do_not_allocate():
 def test_run_lengths(lengths):
     runs = run_lengths(lengths)
     assert [n for n, count in runs for _ in range(count)] == lengths
-    assert all(a[0] != b[0] for a, b in zip(runs, runs[1:], strict=False))
+    assert all(a[0] != b[0] for a, b in pairwise(runs))

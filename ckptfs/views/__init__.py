@@ -6,6 +6,7 @@
 
 from typing import Any
 
+from ckptfs.views.config import ViewConfig
 from ckptfs.views.nodes import (
     BackingFile,
     BytesFile,
@@ -50,6 +51,7 @@ __all__ = [
     "Reader",
     "Segment",
     "SegmentsFile",
+    "ViewConfig",
     "Zeros",
     "build",
     "open_root",

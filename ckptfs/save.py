@@ -139,6 +139,8 @@ class Saver:
             timeouts=_timeouts(self.settings),
         )
         failed = self._unfit or leader_error
+        if isinstance(failed, ExistsError) and isinstance(round_, LeaderRound):
+            round_.publish(failed)  # no rank has failed: every rank raises this very error
         if failed is not None:
             raise failed
         self.phase("plan")

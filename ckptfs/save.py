@@ -190,7 +190,7 @@ class Saver:
             target, self.plan, self.jobs, self._stager, pool, self.settings, progress=self._beat, check=self._check
         )
         if self._pipeline.files is not None:
-            self._pipeline.files.reserve()
+            self._pipeline.files.reserve(then=lambda: self._write_documents(target))
 
     def _beat(self, done: int) -> None:
         if self._round is not None:
@@ -209,6 +209,8 @@ class Saver:
         for job in self.jobs:
             self._pipeline.feed(job)
         self._stager.wait_landed()
+        if self._pipeline.files is not None:
+            self._pipeline.files.wait_reserved()
         self._held = []
 
     def _fingerprints(self) -> dict[str, str]:
@@ -229,9 +231,10 @@ class Saver:
         assert pipeline is not None
         pipeline.finish()
         target = self.store.sub(self._folder)
-        self._write_documents(target)
         if target.positional:
             target.syncfs()  # type: ignore[attr-defined]
+        else:
+            self._write_documents(target)
         self.phase("report")
         round_.report(commit.pack_report(pipeline.written, self._extra(round_)))
         self.phase("commit")
@@ -258,11 +261,10 @@ class Saver:
         )
 
     def _write_documents(self, target: Store) -> None:
-        """The zarr.json of every array whose first byte this rank writes; the leader does the empty ones."""
-        for number, array in enumerate(self.plan.arrays):
-            ranges = self.plan.pieces.get(number)
-            if (ranges and ranges[0][0] == 0) or (array.layout.nbytes == 0 and self.group.rank == 0):
-                commit.put(target, f"{zarr3.path_of_name(array.name)}/zarr.json", commit.array_document(array))
+        """The zarr.json of every array, dealt over the ranks."""
+        for number in range(self.group.rank, len(self.plan.arrays), self.group.size):
+            array = self.plan.arrays[number]
+            commit.put(target, f"{zarr3.path_of_name(array.name)}/zarr.json", commit.array_document(array))
 
     def _extra(self, round_: Round) -> dict[str, Any]:
         """What the report says besides checksums: the tree, once per distinct tree, and the small replicas."""

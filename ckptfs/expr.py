@@ -485,7 +485,7 @@ def _stretches_of(array: Expr, start: int, stop: int) -> Iterator[tuple[str, int
         yield array.name, start, stop
     elif isinstance(array, _Reshaped):
         yield from _stretches_of(array.child, start, stop)
-    elif isinstance(array, _Cut | _Picked) and 1 in (prod(array.child.shape[: array.dim]), array.child.shape[array.dim]):
+    elif isinstance(array, _Cut | _Picked) and 1 in (prod(array.child.shape[: (d := array.dim)]), array.child.shape[d]):
         first = array.start if isinstance(array, _Cut) else array.index
         moved = first * prod(array.child.shape[array.dim + 1 :])
         yield from _stretches_of(array.child, start + moved, stop + moved)

@@ -22,6 +22,7 @@ from ckptfs.storage import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from ckptfs.watch import Leased
 
@@ -256,6 +257,19 @@ class Run:
         """Fill a tree in place from a step (default: the latest), whatever layout it has; see Checkpoint.load."""
         with self.latest if step is None else self[step] as checkpoint:
             return checkpoint.load(value, rank=self.group.rank, **how)
+
+    # --- mounting --------------------------------------------------------------------------------------
+
+    def mount(
+        self, mountpoint: str | os.PathLike[str] | None = None, *, step: int | str | None = None, **how: Any
+    ) -> AbstractContextManager[str]:
+        """`with run.mount() as folder:` the run, or one step of it, as files; see ckptfs.views.mounting.mount."""
+        from importlib import import_module  # the views are a layer above
+
+        mounted: AbstractContextManager[str] = import_module("ckptfs.views.mounting").mount(
+            self.store, mountpoint, step=step, **how
+        )
+        return mounted
 
 
 def patterns_of(compression: Any) -> tuple[tuple[str, str | None], ...]:

@@ -16,6 +16,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,7 +77,7 @@ def _segments(runs: Sequence[Sequence[Sequence[int]]]) -> Iterable[tuple[int, in
     """Extents cut where the set of ranks that need them changes."""
     edges = sorted({edge for of_rank in runs for run in of_rank for edge in run})
     at = [0] * len(runs)
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         takers = []
         for rank, of_rank in enumerate(runs):
             while at[rank] < len(of_rank) and of_rank[at[rank]][1] <= low:
@@ -160,7 +161,10 @@ def read_shared(
     mine = {param.name: (param, list(targets)) for param, targets in work}
     needs = [answer["needs"] for answer in peers.gather({"needs": needs_of(mine.values())})]
     exchange = _Exchange(reader, peers, {name: targets for name, (_, targets) in mine.items()})
-    rounds = rounds_of(deal(manifest, needs, reader.settings.io_bytes), peers.size, ROUND_BYTES)
+    total = sum(manifest.params[name].stored_bytes for name in set().union(*needs))
+    # Pieces small enough that every rank gets a fair share of them, large enough for the disk.
+    piece_bytes = min(reader.settings.io_bytes, max(1 << 20, total // (16 * peers.size)))
+    rounds = rounds_of(deal(manifest, needs, piece_bytes), peers.size, ROUND_BYTES)
     done = 0
     with ThreadPoolExecutor(reader.settings.read_threads, "ckptfs-shared") as threads:
         ahead = exchange.start(rounds[0], threads) if rounds else []

@@ -1,5 +1,6 @@
 """Every slice of a stored array equals numpy's slice of a full copy, and reads no more than it should."""
 
+import itertools
 import os
 import pickle
 import subprocess
@@ -267,7 +268,7 @@ def test_contiguous_agrees_with_a_full_list(dims, random):
         (number,) = layout.blocks_of(Box(place, tuple(p + 1 for p in place)))
         inner = np.ravel_multi_index(tuple(p % b for p, b in zip(place, block, strict=True)), block)
         offsets.append(number * layout.block_bytes + int(inner) * 2)
-    one_run = [b - a for a, b in zip(offsets, offsets[1:], strict=False)] == [2] * (len(offsets) - 1)
+    one_run = [b - a for a, b in itertools.pairwise(offsets)] == [2] * (len(offsets) - 1)
     crosses = len({o // layout.block_bytes for o in offsets}) > 1
     found = contiguous(layout, Box(start, stop))
     assert found == ((offsets[0], offsets[-1] + 2) if one_run and not crosses else None)

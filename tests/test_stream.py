@@ -117,7 +117,7 @@ def test_a_module_that_does_not_fit(tmp_path):
         run[1].load(before)
     assert all(torch.equal(v, copy[k]) for k, v in before.state_dict().items())
     run[1].load(before, strict=False)
-    with pytest.raises(MismatchError, match="shape of model/0.weight"):
+    with pytest.raises(MismatchError, match=r"shape of model/0\.weight"):
         run[1].load(torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3)))
     with pytest.raises(MismatchError, match="none of the module's names"):
         run[1].load(torch.nn.Bilinear(1, 1, 1))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import ckptfs
+import view_runs
 from ckptfs.manifest import digest
 from ckptfs.settings import Settings
 from ckptfs.storage import LocalStore, MemoryStore
@@ -135,6 +136,25 @@ def test_padding_counts(tmp_path):
         assert param.layout.logical_bytes > param.nbytes, "the test needs padding"
         flip(f"{checkpoint.url}/{param.file()}", param.layout.logical_bytes - 1)
         assert [p.kind for p in verify(checkpoint)] == ["checksum"]
+
+
+def test_panels_of_columns(tmp_path):
+    """Several ranks with columns each: their panels, the padding in them and the index are all covered."""
+    view_runs.save_in_panels(tmp_path / "run", settings=SMALL)
+    rng = random.Random(9)
+    with ckptfs.Run(tmp_path / "run", settings=SMALL)[1] as checkpoint:
+        assert verify(checkpoint) == []
+        panelled = [p for p in checkpoint.manifest.params.values() if not p.layout.many and p.layout.blocks > 1]
+        assert panelled, "the test needs panels"
+        for param in panelled[:2]:
+            path = f"{checkpoint.url}/{param.file()}"
+            size = os.path.getsize(path)
+            for at in [0, size - 1, *rng.sample(range(size), 8)]:
+                flip(path, at)
+                (problem,) = verify(checkpoint)
+                flip(path, at)
+                assert problem.array == param.name
+                assert (problem.kind == "index") == (at >= param.layout.logical_bytes)
 
 
 def test_every_file_cut_grown_and_lost(step, sound):

@@ -62,10 +62,11 @@ class StorageReader(TorchReader):
         self.path = path
         self.cast, self.allow_pickle, self._options = cast, allow_pickle, storage_options
         self._checkpoint: Checkpoint | None = None
-        self._values: dict[str, tuple[dcp_tree.Path, Any]] = {}
+        self._rank = 0
+        self._nodes: dict[str, Any] = {}  # what DCP may ask for: flat name → tree
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checkpoint": None, "_values": {}}
+        return {**self.__dict__, "_checkpoint": None, "_nodes": {}}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -99,17 +100,18 @@ class StorageReader(TorchReader):
         self._close()  # what is at the path now, also if this reader has read an older one
         checkpoint = self._open()
         dist = torch.distributed
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._values = _values_of(checkpoint, rank)
-        entries: dict[str, Any] = {}
-        for fqn, (_, node) in self._values.items():
-            if dcp_tree.is_tensor(node):
-                entries[fqn] = _whole_tensor(checkpoint.param(node["name"]))
-            else:
-                entries[fqn] = BytesStorageMetadata()
+        self._rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        values = _values_of(checkpoint, self._rank)
+        entries = _Entries()
+        for fqn, (_, node) in values.items():
+            tensor = dcp_tree.is_tensor(node)
+            entries[fqn] = _whole_tensor(checkpoint.param(node["name"])) if tensor else BytesStorageMetadata()
+        whole = dcp_tree.containers(checkpoint.manifest.tree)
+        entries.whole = frozenset(whole.keys() - values.keys())
+        self._nodes = whole | {fqn: node for fqn, (_, node) in values.items()}
         return Metadata(
             entries,
-            planner_data={fqn: path for fqn, (path, _) in self._values.items()},
+            planner_data={fqn: path for fqn, (path, _) in values.items()},
             storage_meta=StorageMeta(checkpoint_id=self.path, save_id=checkpoint.manifest.save_id),
         )
 
@@ -129,7 +131,7 @@ class StorageReader(TorchReader):
         wanted = _Wanted(checkpoint, cast=self.cast)
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         for item in tensors:
-            node = self._values[item.storage_index.fqn][1]
+            node = self._nodes[item.storage_index.fqn]
             start = tuple(item.storage_offsets)
             box = Box(start, tuple(a + n for a, n in zip(start, item.lengths, strict=True)))
             wanted.add(item, checkpoint.param(node["name"]), box, planner.resolve_tensor(item).detach())
@@ -157,12 +159,29 @@ class StorageReader(TorchReader):
             work.append((param, [Target(Box.whole(param.shape), as_numpy(made))] if made.size else []))
             return made
 
-        value = tree.unflatten(self._values[fqn][1], array, rank=None, allow_pickle=self.allow_pickle)
+        value = tree.unflatten(self._nodes[fqn], array, rank=self._rank, allow_pickle=self.allow_pickle)
         checkpoint.read_boxes(work, verify="full")
         buffer = io.BytesIO()
         torch.save(value, buffer)
         buffer.seek(0)
         return buffer
+
+
+class _Entries(dict[str, Any]):
+    """DCP's entries by flat name. A planner that does not flatten asks for a whole container: it finds a value there.
+
+    Those are found but not listed, for what is listed is loaded by tools that load everything.
+    """
+
+    whole: frozenset[str] = frozenset()
+
+    def __contains__(self, fqn: object) -> bool:
+        return super().__contains__(fqn) or fqn in self.whole
+
+    def __missing__(self, fqn: str) -> BytesStorageMetadata:
+        if fqn in self.whole:
+            return BytesStorageMetadata()
+        raise KeyError(fqn)
 
 
 def _values_of(checkpoint: Checkpoint, rank: int) -> dict[str, tuple[dcp_tree.Path, Any]]:

@@ -81,6 +81,12 @@ def flat(node: Node, rank: int) -> dict[str, tuple[Path, Node]]:
     return out
 
 
+def containers(node: Node) -> dict[str, Node]:
+    """The values of the outermost dict that are containers themselves."""
+    found = {str(key): value for key, value in _pairs(node)} if _is_mapping(node) else {}
+    return {key: value for key, value in found.items() if _is_mapping(value) or type(value) is list}
+
+
 def _walk(node: Node, path: Path, rank: int) -> Iterator[tuple[Path, Node]]:
     if type(node) is dict and node.get("$") == "per_rank":
         if str(rank) not in node["ranks"]:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 _REPORT = "ckptfs report"  # not the name of anything saved: the index of a rank's one result
 _writing = threading.Lock()  # saves of one process take turns: they share their buffers
 _pools: dict[int, Pools] = {}
+_claims: dict[tuple[str, str], commit.Claim] = {}  # a writer is not told when another rank has failed; the next one is
 
 
 class StorageWriter(TorchWriter):
@@ -148,7 +149,7 @@ class StorageWriter(TorchWriter):
         if store.positional:
             folder = self._folder(store, self._ticket)
             store.sub(folder).make_dirs()  # type: ignore[attr-defined]
-            self._claim = commit.Claim(store, folder)  # type: ignore[arg-type]
+            self._claim = _claims[self.url, self._name] = commit.Claim(store, folder)  # type: ignore[arg-type]
             weakref.finalize(self, self._claim.close)
         return [replace(plan, storage_data=one) for plan, one in zip(plans, attached, strict=True)]
 
@@ -199,6 +200,9 @@ class StorageWriter(TorchWriter):
     # --- parts -----------------------------------------------------------------------------------------
 
     def _check_target(self, store: Store) -> None:
+        left = _claims.pop((self.url, self._name), None)
+        if left is not None:
+            left.close()
         where = f"{store.url}/{self._name}"
         if commit.exists(store, self._name):
             if not self.overwrite:
@@ -319,9 +323,11 @@ class StorageWriter(TorchWriter):
                     store.remove_tree(commit.saving_name(ticket.name, ticket.save_id))
 
     def _release(self) -> None:
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = None
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.close()
+            if _claims.get((self.url, self._name)) is claim:
+                del _claims[self.url, self._name]
 
 
 def _live(item: WriteItem, planner: SavePlanner) -> torch.Tensor:

@@ -41,44 +41,96 @@ class Written:
 
 
 class Files:
-    """The open files of a positional save: opened and reserved at first need, closed when their last piece is in."""
+    """The open files of a positional save: opened and reserved ahead of the writes, closed when their last piece is in.
+
+    Making a file costs as much as writing a megabyte, so a thread does it while the first bytes are copied and written;
+    `wait_reserved` is where a disk that has become full is noticed at the latest.
+    """
 
     def __init__(self, store: LocalStore, plan: SavePlan, jobs: Sequence[Job], small_bytes: int) -> None:
         self._store = store
         self._plan = plan
         self._lock = threading.Lock()
+        self._opening = threading.Lock()
         self._writers: dict[int, DirectWriter] = {}
         self._left: dict[int, int] = defaultdict(int)
         for job in jobs:
             for part in job.parts:
                 self._left[part.array] += 1
         self._small_bytes = small_bytes
+        self._stopped = False
+        self._reserved = threading.Event()
+        self._reserving: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     def path(self, number: int) -> str:
         array = self._plan.arrays[number]
         return f"{zarr3.path_of_name(array.name)}/{array.layout.key()}"
 
-    def reserve(self) -> None:
-        """Set space aside for everything this rank will write; a full disk is an error now and not later."""
-        loose = 0
+    def reserve(self, then: Callable[[], None] = lambda: None) -> None:
+        """Look whether everything this rank will write fits; then set space aside for it, and go on with `then`, in a
+        thread.
+        """
+        needed = sum(b - a for ranges in self._plan.pieces.values() for a, b in ranges)
+        free = self._store.free_bytes()
+        if needed > free:
+            raise StorageError(f"no space: {needed} bytes to write to {self._store.url}, {free} are free")
+
+        def work() -> None:
+            try:
+                self._reserve()
+                self._reserved.set()
+                then()
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._reserved.set()
+
+        self._reserving = threading.Thread(target=work, name="ckptfs-reserve", daemon=True)
+        self._reserving.start()
+
+    def _reserve(self) -> None:
         for number, ranges in self._plan.pieces.items():
             total = sum(b - a for a, b in ranges)
             if self._plan.arrays[number].layout.many or total <= self._small_bytes:
-                loose += total
                 continue
-            writer = self._get(number)
-            for start, stop in ranges:
-                writer.reserve(start, stop)
-        free = self._store.free_bytes()
-        if loose > free:
-            raise StorageError(f"no space: {loose} bytes to write to {self._store.url}, {free} are free")
+            with self._lock:
+                if self._stopped:
+                    return
+                if not self._left[number]:
+                    continue  # the writers were faster
+                self._left[number] += 1  # so that they do not close it meanwhile
+            try:
+                writer = self._get(number)
+                for start, stop in ranges:
+                    writer.reserve(start, stop)
+            finally:
+                self._drop(number)
+
+    def wait_reserved(self) -> None:
+        """Until the space of everything is set aside; raises why it is not."""
+        if self._reserving is not None:
+            self._reserved.wait()
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise what went wrong in the thread of `reserve`, if anything did."""
+        if self._error is not None:
+            raise self._error
 
     def _get(self, number: int) -> DirectWriter:
         with self._lock:
             writer = self._writers.get(number)
+        if writer is not None:
+            return writer
+        with self._opening:  # while a file is made, the writers of others are not held up
+            with self._lock:
+                writer = self._writers.get(number)
             if writer is None:
                 self._store.make_dirs(zarr3.path_of_name(self._plan.arrays[number].name))
-                writer = self._writers[number] = self._store.open_writer(self.path(number))
+                writer = self._store.open_writer(self.path(number))
+                with self._lock:
+                    self._writers[number] = writer
             return writer
 
     def write(self, part: Part, view: memoryview) -> None:
@@ -95,17 +147,22 @@ class Files:
             writer.write(part.start, view)
             if end and layout.sharded:
                 writer.write(part.stop, _index(array, 0))
-        self.done(part)
+        self._drop(part.array)
 
-    def done(self, part: Part) -> None:
+    def _drop(self, number: int) -> None:
         """One piece of the array less to come; after the last the file is closed."""
         with self._lock:
-            self._left[part.array] -= 1
-            writer = self._writers.pop(part.array, None) if not self._left[part.array] else None
+            self._left[number] -= 1
+            writer = self._writers.pop(number, None) if not self._left[number] else None
         if writer is not None:
             writer.close()
 
     def close(self) -> None:
+        """Close everything, whatever happened."""
+        with self._lock:
+            self._stopped = True
+        if self._reserving is not None:
+            self._reserving.join()
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
@@ -181,6 +238,8 @@ class Pipeline:
         self.stop()
         if self._error is not None:
             raise self._error
+        if self.files is not None:
+            self.files.raise_error()
 
     def stop(self) -> None:
         """End the threads, whatever happened."""

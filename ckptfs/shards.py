@@ -246,5 +246,5 @@ def _identity(held: Held) -> Any:
         if isinstance(data, np.ndarray):
             keys.append((box, data.__array_interface__["data"][0], data.strides))
         else:
-            keys.append((box, str(data.device), data.data_ptr(), data.stride()))
+            keys.append((box, str(data.device), data.data_ptr(), data.stride(), data.is_conj(), data.is_neg()))
     return tuple(map(str, keys))

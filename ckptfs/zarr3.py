@@ -44,7 +44,15 @@ def escape(component: str, *, top: bool = False) -> str:
     if component == "":
         return _EMPTY
     raw = component.encode("utf-8", "surrogatepass")
-    name = "".join(chr(byte) if byte in _SAFE else f"%{byte:02X}" for byte in raw)
+    return _fit(_plain(raw), raw, top=top)
+
+
+def _plain(raw: bytes) -> str:
+    return "".join(chr(byte) if byte in _SAFE else f"%{byte:02X}" for byte in raw)
+
+
+def _fit(name: str, raw: bytes, *, top: bool) -> str:
+    """A node name made legal: no reserved one, and short enough."""
     if _reserved(name, top=top):
         name = f"%{raw[0]:02X}{name[1:]}"
     if len(name) <= MAX_NODE_NAME_BYTES:
@@ -84,14 +92,33 @@ def node_path(components: Sequence[str]) -> str:
 
 
 def path_of_name(name: str) -> str:
-    """The node path of a parameter's name: components joined by "/", with "%2F" and "%25" inside them."""
-    return node_path([_component(part, name) for part in name.split("/")])
+    """The node path of a parameter's name: components joined by "/", escaped as ckptfs.tree does it."""
+    return "/".join(_node_of(part, name, top=at == 0) for at, part in enumerate(name.split("/")))
 
 
-def _component(part: str, name: str) -> str:
-    if re.search(r"%(?!2F|25)", part):
-        raise FormatError(f"parameter name {name!r:.300}: '%' stands only in %2F and %25")
-    return part.replace("%2F", "/").replace("%25", "%")
+# What stands in a component besides itself: see docs/tree.md.
+_ESCAPES = {"%25": b"%", "%2F": b"/", "%40": b"@", "%7E": b"~", "%00": b""}
+_TOKEN = re.compile(r"%25|%2F|%40|%7E|%ED%[AB][0-9A-F]%[89AB][0-9A-F]|~|%|[^%~]+")
+
+
+def _node_of(part: str, name: str, *, top: bool) -> str:
+    if part in ("", "%00"):
+        return _EMPTY
+    head = 3 if part.startswith("%00") else 0  # an empty key with a suffix
+    raw, node = b"", ""
+    for token in _TOKEN.findall(part[head:]):
+        if token == "%":
+            raise FormatError(f"parameter name {name!r:.300}: '%' stands only in %25, %2F, %40, %7E, %00 and surrogates")
+        if token in _ESCAPES:
+            value = _ESCAPES[token]
+        elif token.startswith("%ED"):
+            value = bytes.fromhex(token.replace("%", ""))
+        else:
+            value = token.encode("utf-8", "surrogatepass")
+        raw += value
+        # Suffixes ("@rank0", "~2") stand as they are; the same characters in a key are escaped, so they never meet.
+        node += token if token in ("~", "%40") else _plain(value)
+    return _fit(node, part.encode("utf-8", "surrogatepass") if "~" in node or "%40" in node else raw, top=top)
 
 
 # --- documents -------------------------------------------------------------------------------------------

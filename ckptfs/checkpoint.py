@@ -372,6 +372,8 @@ class Checkpoint(Mapping[str, Array]):
             if name not in self:
                 continue
             param = self.param(name)
+            if any(isinstance(data, np.ndarray) and not data.flags.writeable for _, data in one.pieces):
+                out.append(f"{name} is read-only here")
             if param.shape != one.desc.shape:
                 out.append(f"shape of {name}: {list(one.desc.shape)} here, {list(param.shape)} stored")
             elif param.dtype.name != one.desc.dtype and not cast:
@@ -392,6 +394,10 @@ class _Filler:
     def array(self, name: str, tag: dict[str, Any], target: Any) -> Any:
         if target is None:
             return self._checkpoint._new(name, tag, self.work, numpy=False)  # noqa: SLF001
+        if id(target) not in self._ids and isinstance(target, np.ndarray):
+            # Big-endian: what flatten described is a copy, but this is the memory to fill.
+            one = self._held[name]
+            self._held = {**self._held, name: Held(one.desc, [(Box.whole(target.shape), target)], target)}
         self.want(self._ids.get(id(target), name), name)
         return None
 
@@ -407,7 +413,9 @@ class _Filler:
         own = dtypes.of(data.dtype)
         direct = own is param.dtype and not getattr(data, "is_cuda", False)
         if direct and isinstance(data, np.ndarray):
-            direct = data.dtype.byteorder != ">" and data.flags.writeable
+            direct = data.dtype.isnative
+        elif direct:
+            direct = not data.is_conj() and not data.is_neg()
         if direct:
             return Target(box, as_numpy(data))
         staging = np.empty(box.shape, dtype=param.dtype.carrier)

@@ -116,7 +116,7 @@ def test_panels_and_plain_rows_are_compared(tmp_path):
         assert not result.changed
         assert one.bytes_read > 0
         for name, value in found.items():
-            pieces = [piece.view(one.param(name).dtype.numpy) for piece in bands(one, one.param(name), 10_000)]
+            pieces = [piece.view(one.param(name).dtype.numpy) for piece in bands(one, one.param(name), 100_000)]
             assert b"".join(piece.tobytes() for piece in pieces) == np.ascontiguousarray(value).tobytes()
 
 

@@ -98,7 +98,7 @@ def path_of_name(name: str) -> str:
 
 # What stands in a component besides itself: see docs/tree.md.
 _ESCAPES = {"%25": b"%", "%2F": b"/", "%40": b"@", "%7E": b"~", "%00": b""}
-_TOKEN = re.compile(r"%25|%2F|%40|%7E|%ED%[AB][0-9A-F]%[89AB][0-9A-F]|~|%|[^%~]+")
+_TOKEN = re.compile(r"%25|%2F|%40|%7E|%ED%[AB][0-9A-F]%[89AB][0-9A-F]|~\d+(?:@rank\d+)?\Z|~|%|[^%~]+")
 
 
 def _node_of(part: str, name: str, *, top: bool) -> str:
@@ -117,7 +117,7 @@ def _node_of(part: str, name: str, *, top: bool) -> str:
             value = token.encode("utf-8", "surrogatepass")
         raw += value
         # Suffixes ("@rank0", "~2") stand as they are; the same characters in a key are escaped, so they never meet.
-        node += token if token in ("~", "%40") else _plain(value)
+        node += token if token == "%40" or token[:1] == "~" != token else _plain(value)
     return _fit(node, part.encode("utf-8", "surrogatepass") if "~" in node or "%40" in node else raw, top=top)
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import struct
 from itertools import product
 
@@ -122,7 +123,7 @@ def test_paths_of_names():
     assert zarr3.path_of_name("assets/assets") == "%61ssets/assets"
     assert zarr3.node_path(["..", "../x"]) == "%2E./..%2Fx"
     assert os.path.normpath(zarr3.path_of_name("../../x")) == zarr3.path_of_name("../../x"), "no way out of the step"
-    with pytest.raises(FormatError, match="%2F and %25"):
+    with pytest.raises(FormatError, match="'%' stands only in"):
         zarr3.path_of_name("a%20b")
     with pytest.raises(MismatchError, match="put the tensor into a dict"):
         zarr3.node_path([])
@@ -131,6 +132,7 @@ def test_paths_of_names():
 @given(st.lists(names, min_size=1, max_size=4))
 def test_a_name_and_its_components_have_one_path(components):
     name = "/".join(part.replace("%", "%25").replace("/", "%2F") for part in components)
+    assume(not any(re.search(r"~\d+(@rank\d+)?\Z", part) for part in components))  # marks of duplicates stand as they are
     assert zarr3.path_of_name(name) == zarr3.node_path(components)
 
 

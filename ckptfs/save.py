@@ -108,10 +108,10 @@ class Saver:
 
     def _describe(self, value: object, owned: set[int] | None) -> int:
         request, rank = self.request, self.group.rank
-        self._started = Started.now()
         node, leaves = tree.flatten(value, rank=rank, allow_pickle=request.allow_pickle)
         self._held, self._ties = tie([hold(leaf.name, leaf.value, rank) for leaf in leaves])
         copied = 0 if owned is None else copies_of_unowned(self._held, owned)
+        self._started = Started.now()  # after these copies: what is queued on the caller's streams comes first
         raw = self._incompressible() if request.compression else []
         descs = sorted((held.desc for held in self._held), key=lambda d: d.name)
         self._mine = Description(saveplan.describe(descs, self._ties), raw, tree.dumps(node))
@@ -282,6 +282,7 @@ class Saver:
             raise
         try:
             round_.heartbeat("commit")
+            self.notes += [f"rank {rank} was slow: {text}" for rank, text in sorted(round_.slow_ranks().items())]
             payload = self._publish(round_.save_id, target, reports)
         except CkptError as error:
             round_.publish(error)

@@ -633,3 +633,58 @@ def test_a_zombie_whose_folder_was_taken_away_commits_nothing(tmp_path):
         commit.publish(store, "step-00000001", ".step-00000001.id.saving", b"{}", overwrite=False, claim=claim)
     claim.close()
     assert not commit.exists(store, "step-00000001")
+
+
+# --- GPUs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["sync", "snapshot", "lazy"])
+def test_gpu_state_is_the_state_at_the_call(tmp_path, mode):
+    """Updates are queued right behind the save, on the caller's own stream; shapes and strides of every kind."""
+    stream = torch.cuda.Stream()
+    with ckptfs.Run(tmp_path, settings=TIGHT) as run, torch.cuda.stream(stream):
+        weights = [
+            torch.nn.Parameter(torch.randn(700, 300, device="cuda")),
+            torch.nn.Parameter(torch.randn(5, device="cuda")),
+        ]
+        optimizer = torch.optim.AdamW(weights)
+        for step in range(30):
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            optimizer.step()
+            tree = {
+                "w": list(weights),
+                "optim": optimizer.state_dict(),
+                "turned": weights[0].detach().t(),
+                "half": weights[0].detach().bfloat16(),
+                "host": torch.full((1000,), float(step)),
+            }
+            expected = copied(tree)
+            if mode == "sync":
+                run.save(step, tree)
+            else:
+                save = run.save_async(step, tree, before_update=optimizer if mode == "lazy" else None)
+            optimizer.step()
+            if mode != "sync":
+                save.wait()
+            found = stored(run, step)
+            assert all(
+                torch.equal(a.detach().cpu(), b.detach().cpu()) for a, b in zip(found["w"], expected["w"], strict=True)
+            )
+            for name in ("turned", "half", "host"):
+                assert torch.equal(found[name].cpu(), expected[name].cpu())
+            for key, state in expected["optim"]["state"].items():
+                assert all(torch.equal(found["optim"]["state"][key][n].cpu(), v.cpu()) for n, v in state.items())
+
+
+@pytest.mark.gpu
+def test_gpu_buffers_are_page_locked_once(tmp_path):
+    with ckptfs.Run(tmp_path) as run:
+        run.save(1, {"x": torch.zeros(4 << 20, device="cuda")})
+        pool = run._pools._pool
+        first = dict(pool._pinned)
+        assert first
+        assert torch.frombuffer(next(iter(first.values())).view, dtype=torch.uint8).is_pinned()
+        run.save(2, {"x": torch.zeros(4 << 20, device="cuda")})
+        assert pool._pinned == first

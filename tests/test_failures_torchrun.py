@@ -170,39 +170,33 @@ def test_ranks_that_fail_and_live_on(torchrun, tmp_path):
 DYING = (
     PRELUDE
     + """
-victim, attempt = int(sys.argv[2]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-if attempt == 0 and victim >= 0:
-    commits(1)
-    ops = AtWrite(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    found = caught(lambda: run_with(ops if rank == victim else None).save(2, tree(2)), 2)
-    with open(f"{folder}-rank{rank}.json", "w") as file:
-        json.dump([found, run_with().steps()], file)
-    os._exit(1)  # the launcher restarts the job
-commits(3)
+victim = int(sys.argv[2])
+commits(1)
+ops = AtWrite(lambda: os.kill(os.getpid(), signal.SIGKILL))
+found = caught(lambda: run_with(ops if rank == victim else None).save(2, tree(2)), 2)
+with open(f"{folder}-rank{rank}.json", "w") as file:
+    json.dump([found, run_with().steps()], file)
+os._exit(1)
 """
 )
 
 
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("victim", [2, 0], ids=["rank", "leader"])
-def test_a_rank_that_is_killed(torchrun, tmp_path, victim):
+@pytest.mark.parametrize(("victim", "ranks_after"), [(2, 4), (0, 2)], ids=["rank", "leader"])
+def test_a_rank_that_is_killed(torchrun, tmp_path, victim, ranks_after):
     folder = tmp_path / "run"
-    restarts = 1 if victim else 0
     # The launcher looks now and then only, so that the survivors can finish what they have to say.
-    env = {"PET_MAX_RESTARTS": str(restarts), "PET_MONITOR_INTERVAL": "25"}
-    job = torchrun(4, DYING, folder, victim, timeout_s=130, env=env, check=bool(restarts))
-    survivors = [rank for rank in range(4) if rank != victim]
-    for rank in survivors:
+    job = torchrun(4, DYING, folder, victim, timeout_s=120, env={"PET_MONITOR_INTERVAL": "22"}, check=False)
+    for rank in {0, 1, 2, 3} - {victim}:
         with open(f"{folder}-rank{rank}.json") as file:
             found, steps = json.load(file)
         assert found is not None, job.tail()
         assert found["ranks"] == [victim], found
-        assert found["took_s"] < 24
+        assert found["took_s"] < 20
         assert steps == [1]  # the older one is still the latest
         assert "no sign of life" in found["text"]
-    if not restarts:
-        assert ckptfs.Run(folder).steps() == [1]
-        assert any(name.endswith(".saving") for name in os.listdir(folder))
-        torchrun(2, DYING, folder, -1)  # fewer ranks go on, and collect what the dead job left
+    assert ckptfs.Run(folder).steps() == [1]
+    # The job is started again, perhaps with fewer ranks: it goes on, and collects what the dead one left.
+    torchrun(ranks_after, PRELUDE + "commits(3)", folder)
     assert ckptfs.Run(folder).steps() == [1, 3]
     assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000003"]

@@ -443,6 +443,33 @@ def test_real_weights_go_through_unchanged(cli, place):
     assert (place / "hf/config.json").read_bytes() == (source.parent / "config.json").read_bytes()
 
 
+def test_export_by_a_map(cli, place):
+    """The files hold what the view shows, and loaders find Hugging Face's names."""
+    rng = np.random.default_rng(2)
+    shapes = {"tok_embeddings": (30, 16), "norm": (16,), "output": (30, 16)}
+    for name in ("wq", "wk", "wv", "wo"):
+        shapes[f"layers.0.attention.{name}"] = (8, 16) if name in ("wk", "wv") else (16, 16)
+    shapes |= {"layers.0.feed_forward.w1": (24, 16), "layers.0.feed_forward.w2": (16, 24)}
+    shapes |= {"layers.0.feed_forward.w3": (24, 16), "layers.0.attention_norm": (16,), "layers.0.ffn_norm": (16,)}
+    weights = {f"{name}.weight": rng.standard_normal(shape).astype("f4") for name, shape in shapes.items()}
+    config = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    with ckptfs.Run("titan") as run:
+        run.save(1, {"model": weights}, assets={"config.json": json.dumps(config)})
+        view = run[1].view("hf")
+        wanted = {name: view[name].numpy() for name in view}
+    cli("export", "titan", "hf", "--map", "llama-torchtitan")
+    written = dict(st.mapped(place / "hf/model.safetensors"))
+    assert "model.layers.0.self_attn.q_proj.weight" in written
+    assert set(written) == set(wanted)
+    assert all(np.array_equal(written[name], wanted[name]) for name in wanted)
+    assert not np.array_equal(
+        written["model.layers.0.self_attn.q_proj.weight"], weights["layers.0.attention.wq.weight"]
+    )
+    cli("export", "titan", "plain.safetensors")
+    assert set(dict(st.mapped(place / "plain.safetensors"))) == set(weights)
+    assert "built-in map" in cli("export", "titan", "other", "--map", "nonsense", status=3)
+
+
 def test_a_folder_of_several_files_and_back(cli, place):
     layers = {f"model.layers.{i}.{n}": np.full((50, i + 1), i, "f4") for i in range(12) for n in ("a", "b")}
     with ckptfs.Run("deep") as run:

@@ -19,13 +19,15 @@ def add(commands: Any) -> None:
         "write a step as a safetensors file or a Hugging Face directory",
         "A TARGET that ends in .safetensors is one file; anything else a new directory with the step's assets. Every\n"
         "byte is checked on the way; nothing incomplete appears under the target's name. Of a training checkpoint\n"
-        "only what lies under model/ is exported, without that prefix.",
+        "only what lies under model/ is exported, without that prefix; a map renames and rearranges.",
         "  ckptfs export run7@1000 ./llama-step1000\n  ckptfs export run7 weights.safetensors\n"
-        "  ckptfs export run7 state.safetensors --prefix ''\n",
+        "  ckptfs export run7 state.safetensors --prefix ''\n"
+        "  ckptfs export run7@1000 ./llama-hf --map llama-torchtitan\n",
     )
     text.add_url(made)
     made.add_argument("target", metavar="TARGET", help="a directory, or FILE.safetensors")
     made.add_argument("--prefix", help="export names that begin so, and cut that off (default: model/ if there is one)")
+    made.add_argument("--map", help="names and layouts by a map: a built-in one's name or a file (see docs/rules.md)")
     made.add_argument("--shard-size", default="5G", metavar="SIZE", help="bytes of a file in a directory, such as 5G")
     made.add_argument("--overwrite", action="store_true", help="replace FILE.safetensors if it is there")
     text.add_options(made, as_json=True, bar=True)
@@ -53,7 +55,7 @@ def run_export(args: argparse.Namespace) -> int:
     from ckptfs.convert.safetensors import export_file, export_folder
 
     with text.pinned(args.url, args) as found, text.bar(args, "export") as bar:
-        how: dict[str, Any] = {"prefix": args.prefix, "progress": bar}
+        how: dict[str, Any] = {"prefix": args.prefix, "mapping": args.map, "progress": bar}
         if args.target.endswith(".safetensors"):
             written = export_file(found, args.target, overwrite=args.overwrite, **how)
         else:

@@ -23,14 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckptfs.box import boxes_of_range
+from ckptfs.checkpoint import Checkpoint
 from ckptfs.dtypes import BY_SAFETENSORS, DType
 from ckptfs.errors import CorruptError, ExistsError, FormatError, MismatchError, NotFoundError, StorageError
 from ckptfs.manifest import digest, strict_json
-from ckptfs.stats import BAND_BYTES, bands
+from ckptfs.stats import BAND_BYTES
 
 if TYPE_CHECKING:
-    from ckptfs.checkpoint import Checkpoint
-    from ckptfs.manifest import Param
+    from ckptfs.array import LazyArray
     from ckptfs.run import Run
     from ckptfs.save import Result
 
@@ -120,17 +121,17 @@ def _tensor(name: str, entry: object, base: int) -> Tensor:
     return Tensor(name, dtype, tuple(shape), base + offsets[0], base + offsets[1])
 
 
-def header_bytes(arrays: Mapping[str, Param], metadata: Mapping[str, str]) -> bytes:
+def header_bytes(arrays: Mapping[str, LazyArray], metadata: Mapping[str, str]) -> bytes:
     """The start of a file with these tensors, in this order."""
     data: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
-    for name, param in arrays.items():
+    for name, array in arrays.items():
         data[name] = {
-            "dtype": param.dtype.safetensors,
-            "shape": list(param.shape),
-            "data_offsets": [at, at + param.nbytes],
+            "dtype": array.element.safetensors,
+            "shape": list(array.shape),
+            "data_offsets": [at, at + array.nbytes],
         }
-        at += param.nbytes
+        at += array.nbytes
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()
     padded = -(-(len(text) + 8) // _PAGE) * _PAGE - 8
     return struct.pack("<Q", padded) + text.ljust(padded)
@@ -139,23 +140,55 @@ def header_bytes(arrays: Mapping[str, Param], metadata: Mapping[str, str]) -> by
 # --- out -------------------------------------------------------------------------------------------------
 
 
-def chosen(checkpoint: Checkpoint, prefix: str | None = None) -> dict[str, Param]:
-    """What is exported: name in the file → array. The prefix ("model/" if there are such names) is cut off."""
+def chosen(checkpoint: Checkpoint, prefix: str | None = None, mapping: Any = None) -> dict[str, LazyArray]:
+    """What is exported: name in the file → array.
+
+    By a map (see docs/rules.md) if one is given, or was saved as "hf". Else names that begin with the prefix ("model/"
+    if there are such names), without it.
+    """
+    if mapping is not None or (prefix is None and "hf" in checkpoint.manifest.maps):
+        out: dict[str, LazyArray] = dict(checkpoint.view("hf", map=mapping))
+    else:
+        out = _below(checkpoint, prefix)
+    for name, array in out.items():
+        if array.element.safetensors is None:
+            raise MismatchError(f"array {name!r}: safetensors has no {array.element.name}; export a part without it")
+    return out
+
+
+def _below(checkpoint: Checkpoint, prefix: str | None) -> dict[str, LazyArray]:
     if prefix is None:
         prefix = "model/" if any(name.startswith("model/") for name in checkpoint) else ""
-    out: dict[str, Param] = {}
-    for name, param in checkpoint.manifest.params.items():
+    out: dict[str, LazyArray] = {}
+    for name in checkpoint.manifest.params:
         if not name.startswith(prefix):
             continue
         plain = name[len(prefix) :].replace("%2F", "/").replace("%25", "%")
         if plain in out:
             raise MismatchError(f"two arrays would have the name {plain!r}: export a part with another prefix")
-        if param.dtype.safetensors is None:
-            raise MismatchError(f"array {name!r}: safetensors has no {param.dtype.name}; leave it out with a prefix")
-        out[plain] = param
+        out[plain] = checkpoint[name]
     if not out:
         raise NotFoundError(f"{checkpoint.url} has no array whose name begins with {prefix!r}; see ckptfs ls")
     return out
+
+
+def _checking(checkpoint: Checkpoint) -> Checkpoint:
+    """The same step, opened so that no byte is used unchecked."""
+    return Checkpoint(checkpoint.store, settings=checkpoint.settings, verify="full")
+
+
+def _bands(array: LazyArray) -> Iterator[np.ndarray[Any, Any]]:
+    """The array's bytes in row-major order, some at a time."""
+    step = max(1, BAND_BYTES // array.element.itemsize)
+    for start in range(0, array.size, step):
+        stop = min(array.size, start + step)
+        out = np.empty(stop - start, array.element.carrier)
+        at, parts = 0, []
+        for box in boxes_of_range(start, stop, array.shape):
+            parts.append((box, out[at : at + box.size].reshape(box.shape)))
+            at += box.size
+        array.fill(parts)
+        yield out.view(np.uint8)
 
 
 def export_file(
@@ -163,15 +196,17 @@ def export_file(
     path: str | os.PathLike[str],
     *,
     prefix: str | None = None,
+    mapping: Any = None,
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> int:
     """Write one safetensors file; returns its size."""
     if not overwrite and os.path.lexists(path):
         raise ExistsError(f"{path} exists already; remove it, or allow overwriting")
-    arrays = chosen(checkpoint, prefix)
-    total = sum(param.nbytes for param in arrays.values())
-    return _write(checkpoint, Path(path), arrays, lambda done: progress(done, total))
+    with _checking(checkpoint) as source:
+        arrays = chosen(source, prefix, mapping)
+        total = sum(array.nbytes for array in arrays.values())
+        return _write(Path(path), arrays, lambda done: progress(done, total))
 
 
 def export_folder(
@@ -179,6 +214,7 @@ def export_folder(
     path: str | os.PathLike[str],
     *,
     prefix: str | None = None,
+    mapping: Any = None,
     shard_bytes: int = 5_000_000_000,
     progress: Progress = lambda done, total: None,
 ) -> int:
@@ -186,17 +222,21 @@ def export_folder(
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExistsError(f"{folder} exists already and is not an empty folder")
-    arrays = chosen(checkpoint, prefix)
-    shards = split(arrays, shard_bytes)
-    total, done = sum(param.nbytes for param in arrays.values()), 0
+    with _checking(checkpoint) as source:
+        shards = split(chosen(source, prefix, mapping), shard_bytes)
+        return _export_shards(source, folder, shards, progress)
+
+
+def _export_shards(checkpoint: Checkpoint, folder: Path, shards: list[dict[str, LazyArray]], progress: Progress) -> int:
+    total, done = sum(array.nbytes for shard in shards for array in shard.values()), 0
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=_parent(folder)))
     try:
         written = _write_assets(checkpoint, temporary)
         weights: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             name = f"model{_SUFFIX}" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}{_SUFFIX}"
-            written += _write(checkpoint, temporary / name, shard, lambda n, base=done: progress(base + n, total))  # type: ignore[misc]
-            done += sum(param.nbytes for param in shard.values())
+            written += _write(temporary / name, shard, lambda n, base=done: progress(base + n, total))  # type: ignore[misc]
+            done += sum(array.nbytes for array in shard.values())
             weights |= dict.fromkeys(shard, name)
         if len(shards) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weights}
@@ -222,16 +262,16 @@ def _parent(path: Path) -> Path:
     return parent
 
 
-def split(arrays: Mapping[str, Param], shard_bytes: int) -> list[dict[str, Param]]:
+def split(arrays: Mapping[str, LazyArray], shard_bytes: int) -> list[dict[str, LazyArray]]:
     """Arrays dealt to files of about that size; a layer (`….7.`) stays in one file if it fits into one."""
-    groups: dict[str, dict[str, Param]] = {}
-    for name, param in arrays.items():
+    groups: dict[str, dict[str, LazyArray]] = {}
+    for name, array in arrays.items():
         layer = _LAYER.search(name)
-        groups.setdefault(name[: layer.end()] if layer else name, {})[name] = param
-    shards: list[dict[str, Param]] = [{}]
+        groups.setdefault(name[: layer.end()] if layer else name, {})[name] = array
+    shards: list[dict[str, LazyArray]] = [{}]
     used = 0
     for group in groups.values():
-        size = sum(param.nbytes for param in group.values())
+        size = sum(array.nbytes for array in group.values())
         if used and used + size > shard_bytes:
             shards.append({})
             used = 0
@@ -240,23 +280,23 @@ def split(arrays: Mapping[str, Param], shard_bytes: int) -> list[dict[str, Param
     return shards
 
 
-def _write(checkpoint: Checkpoint, path: Path, arrays: Mapping[str, Param], progress: Callable[[int], None]) -> int:
+def _write(path: Path, arrays: Mapping[str, LazyArray], progress: Callable[[int], None]) -> int:
     # Wide types first: then every tensor lies at a multiple of its element size, which readers that map it need.
-    arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
+    arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].element.itemsize))
     head = header_bytes(arrays, {"format": "pt"})
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=_parent(path))
     try:
         with os.fdopen(handle, "wb", buffering=0) as file:
             _write_all(file, memoryview(head))
             done = 0
-            for param in arrays.values():
-                for band in bands(checkpoint, param, BAND_BYTES, verify="full"):
-                    _write_all(file, band.view(np.uint8).data)
+            for array in arrays.values():
+                for band in _bands(array):
+                    _write_all(file, band.data)
                     done += band.nbytes
                     progress(done)
             os.fsync(file.fileno())
         size = os.path.getsize(temporary)
-        if size != len(head) + sum(param.nbytes for param in arrays.values()):
+        if size != len(head) + sum(array.nbytes for array in arrays.values()):
             raise StorageError(f"writing {path}: the file has {size} bytes, which is not what was written")
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)

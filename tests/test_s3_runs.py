@@ -157,7 +157,7 @@ def test_a_damaged_object_is_found(where):
         with pytest.raises(CorruptError, match="'model/w'"):
             checkpoint.tree(numpy=True)
     store.remove(path)
-    with run_of(where) as run, pytest.raises(CorruptError, match="'model/w'.*missing"):
+    with run_of(where) as run, pytest.raises(CorruptError, match=r"'model/w'.*missing"):
         run[1].tree(numpy=True)
     store.write(path, data[:50])
     with run_of(where) as run, pytest.raises(CorruptError, match="'model/w'"):
@@ -168,7 +168,7 @@ def test_flat_shards_say_what_to_do(where):
     def work(rank, group):
         with run_of(where, group=group) as run:
             shard = ckptfs.FlatShard(np.arange(5.0) + 5 * rank, (10,), 5 * rank)
-            with pytest.raises(SaveError, match="MismatchError: 'w'.*local path"):
+            with pytest.raises(SaveError, match=r"MismatchError: 'w'.*local path"):
                 run.save(1, {"w": shard})
 
     on_ranks(2, work)

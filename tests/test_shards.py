@@ -151,7 +151,9 @@ def test_any_name_that_a_state_dict_can_hold(tmp_path, names):
                 (into[name] if step == 1 else into[name][name])[...] = -1
             run.load(into, step=step)
             for name in names:
-                assert np.array_equal(*((saved[name], into[name]) if step == 1 else (saved[name][name], into[name][name])))
+                assert np.array_equal(
+                    *((saved[name], into[name]) if step == 1 else (saved[name][name], into[name][name]))
+                )
 
 
 def test_loading_fills_numpy_arrays_of_either_byte_order_and_any_strides(tmp_path):

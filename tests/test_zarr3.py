@@ -8,7 +8,7 @@ import struct
 from itertools import product
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from ckptfs import dtypes, zarr3
@@ -132,7 +132,9 @@ def test_paths_of_names():
 @given(st.lists(names, min_size=1, max_size=4))
 def test_a_name_and_its_components_have_one_path(components):
     name = "/".join(part.replace("%", "%25").replace("/", "%2F") for part in components)
-    assume(not any(re.search(r"~\d+(@rank\d+)?\Z", part) for part in components))  # marks of duplicates stand as they are
+    assume(
+        not any(re.search(r"~\d+(@rank\d+)?\Z", part) for part in components)
+    )  # marks of duplicates stand as they are
     assert zarr3.path_of_name(name) == zarr3.node_path(components)
 
 

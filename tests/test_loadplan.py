@@ -1,5 +1,6 @@
 """What is read for a box: everything it needs, each extent at most once, little else; against slow twins."""
 
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -47,7 +48,7 @@ def params(draw):
             edges = sorted(
                 {0, size, *(draw(st.integers(0, size // dtype.itemsize)) * dtype.itemsize for _ in range(2))}
             )
-            for a, b in zip(edges, edges[1:], strict=False):
+            for a, b in pairwise(edges):
                 lengths += [y - x for x, y in cut(a, b, 16 * draw(st.integers(1, 5)))]
     return Param("w", "w", dtype, layout, codec, run_lengths(lengths), bytes(HASH_BYTES * len(lengths)))
 
@@ -93,7 +94,7 @@ def test_union(pairs, gap):
     covered = {i for a, b in found for i in range(a, b)}
     want = {i for a, b in ranges for i in range(a, b)}
     assert want <= covered
-    assert all(b + gap < c for (_, b), (c, _) in zip(found, found[1:], strict=False))
+    assert all(b + gap < c for (_, b), (c, _) in pairwise(found))
     if gap == 0:
         assert covered == want
 

@@ -167,8 +167,8 @@ def test_loading_fills_numpy_arrays_of_either_byte_order_and_any_strides(tmp_pat
         }
         same = dict(into)
         run.load(into)
-        for name in into:
-            assert np.array_equal(into[name], want), name
+        for name, value in into.items():
+            assert np.array_equal(value, want), name
             assert np.array_equal(same[name], want), f"{name} was not filled in place"
 
 
@@ -213,7 +213,7 @@ def test_loading_into_what_cannot_be_written_is_an_error(tmp_path):
         run.save(1, {"w": np.arange(3)})
         fixed = np.zeros(3, int)
         fixed.flags.writeable = False
-        with pytest.raises(MismatchError, match="w.*read-only"):
+        with pytest.raises(MismatchError, match=r"w.*read-only"):
             run.load({"w": fixed})
 
 

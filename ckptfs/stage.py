@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckptfs.errors import CkptError
 from ckptfs.saveplan import cut
 from ckptfs.shards import as_numpy
 from ckptfs.storage.directio import Buffer, BufferPool, address_of
@@ -88,13 +89,17 @@ def fill(layout: Layout, pieces: Iterable[tuple[Box, Any]], start: int, stop: in
         out = flat[offset // size : offset // size + padded.size].reshape(padded.shape)
         if valid.shape != padded.shape:
             out[...] = 0
+        missing = valid.size
         for box, data in arrays:
             inner = valid & box
             if inner.size:
+                missing -= inner.size
                 # `...` so that a 0-d array stays one.
                 to: Any = (..., *inner.within(padded.start).slices)
                 source: Any = (..., *inner.within(box.start).slices)
                 np.copyto(out[to], data[source])
+        if missing:  # a plan that gives a rank what it does not hold would store whatever the buffer held before
+            raise CkptError(f"{missing} elements at {valid} are not held by this rank: the ranks' plans disagree")
 
 
 class Started:

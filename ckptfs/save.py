@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ckptfs import commit, saveplan, tree, zarr3
 from ckptfs.codec import pays, sample_ranges
 from ckptfs.errors import CkptError, ExistsError, MismatchError, SaveError, StorageError
@@ -214,13 +216,18 @@ class Saver:
         self._held = []
 
     def _fingerprints(self) -> dict[str, str]:
-        """Checksums of small replicated tensors, to find values that differ by rank under one name."""
+        """Checksums of replicated tensors, to find values that differ by rank under one name; samples of large ones."""
         found: dict[str, str] = {}
         for held in self._held if self.group.size > 1 else []:
-            if held.desc.spread[0] == "whole" and held.pieces and held.pieces[0][1].nbytes <= _SMALL:
+            if held.desc.spread[0] == "whole" and held.pieces:
                 data = held.pieces[0][1]
-                data = data.cpu() if getattr(data, "is_cuda", False) else data
-                found[held.desc.name] = digest(as_numpy(data).tobytes()).hex()[:16]
+                if data.nbytes <= _SMALL:
+                    data = data.cpu() if getattr(data, "is_cuda", False) else data
+                    found[held.desc.name] = digest(as_numpy(data).tobytes()).hex()[:16]
+                elif isinstance(data, np.ndarray) and data.flags.c_contiguous:
+                    found[held.desc.name] = digest(b"".join(_samples(data, 16, 4096))).hex()[:16]
+                elif not isinstance(data, np.ndarray) and data.is_contiguous() and not data.is_cuda:
+                    found[held.desc.name] = digest(b"".join(_samples(data, 16, 4096))).hex()[:16]
         return found
 
     def finish(self) -> Result:
@@ -397,14 +404,19 @@ def _wrap(error: BaseException) -> CkptError:
     return CkptError(f"{type(error).__name__}: {error}")
 
 
-def _sample_pays(data: Any, codec: Any) -> bool:
-    """Whether a few samples of live data shrink enough to be worth it."""
+def _samples(data: Any, pieces: int = 4, piece_bytes: int = 64 << 10) -> list[bytes]:
+    """The bytes of a few parts of live data."""
     if hasattr(data, "detach"):
         flat = data.detach().reshape(-1)
         size = flat.element_size()
-        picked = [as_numpy(flat[a // size : b // size].cpu()).tobytes() for a, b in sample_ranges(flat.nbytes, size)]
-    else:
-        flat = data.reshape(-1)
-        size = flat.itemsize
-        picked = [flat[a // size : b // size].tobytes() for a, b in sample_ranges(flat.nbytes, size)]
+        ranges = sample_ranges(flat.nbytes, size, pieces, piece_bytes)
+        return [as_numpy(flat[a // size : b // size].cpu()).tobytes() for a, b in ranges]
+    flat = data.reshape(-1)
+    size = flat.itemsize
+    return [flat[a // size : b // size].tobytes() for a, b in sample_ranges(flat.nbytes, size, pieces, piece_bytes)]
+
+
+def _sample_pays(data: Any, codec: Any) -> bool:
+    """Whether a few samples of live data shrink enough to be worth it."""
+    picked = _samples(data)
     return bool(pays(b"".join(picked), codec)) if picked else False

@@ -25,6 +25,8 @@ from ckptfs.settings import MIB
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_MANY_FILES, _TINY_FILE = 256, 16 << 10  # compressed blocks that are so many and so small are not worth their files
+
 # How an array is spread over ranks (the `spread` of a description), as plain data:
 #   ["whole"]                      every rank that names it has all of it
 #   ["mesh", shape, ranks, places] a device mesh; places: "R", "S<dim>" or "SS<dim>:<split factor>" per mesh dimension
@@ -466,6 +468,10 @@ def _array(
         chunk_bytes=options.chunk_bytes,
         block_bytes=options.block_bytes,
     )
+    if codec is not None and options.positional and layout.blocks > _MANY_FILES and layout.block_bytes < _TINY_FILE:
+        options = replace(options, raw=options.raw | {name})
+        array, mine = _array(name, views, rank, options)
+        return replace(array, note="stored raw: its shards have no useful common boundary"), mine
     return Array(name, dtype, layout, codec, note), mine
 
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptfs import Run, Settings
+from ckptfs import LocalShard, Run, Settings
+from ckptfs.errors import CkptError
 from ckptfs.storage import LocalStore, MemoryStore
 from ckptfs.verify import verify
 from spreads import DTYPES, NoSync, blank, on_ranks, parts_of, random_array, shapes, spreadings
@@ -154,3 +155,41 @@ def test_ties_that_only_some_ranks_see_keep_both_values():
             tree = run[step].tree(numpy=True)
             assert same(tree["a"], a)
             assert same(tree["b"], b)
+
+
+@pytest.mark.parametrize("size", [100, 1 << 20])
+def test_values_that_differ_by_rank_under_one_name_are_never_mixed(size):
+    """Plain tensors are taken for replicas: large ones are compared in samples."""
+    store = MemoryStore(f"differ{size}")
+    caught = {}
+
+    def save(rank, group):
+        with Run(store, group=group) as run:
+            try:
+                run.save(1, {"mask": np.random.default_rng(rank).random(size)})
+            except CkptError as error:
+                caught[rank] = error
+
+    on_ranks(2, save)
+    assert set(caught) == {0, 1}
+    assert all("'mask'" in str(error) and "PerRank" in str(error) for error in caught.values())
+    assert Run(store).steps() == []
+
+
+def test_shards_without_a_useful_common_boundary_are_stored_raw_with_a_note(folder):
+    """Compressed, every row would be a file of its own."""
+    data = np.zeros((3001, 4), "f4")
+    cuts = [(0, 1000), (1000, 2001), (2001, 3001)]
+
+    def save(rank, group):
+        a, b = cuts[rank]
+        shard = LocalShard([data[a:b].copy()], data.shape, ["boxes", [[[a, 0], [b, 4]]]])
+        with Run(LocalStore(f"{folder}/raw"), group=group) as run:
+            return run.save(1, {"w": shard}, compression="zstd")
+
+    notes = on_ranks(3, save)[0].notes
+    assert len(notes) == 1
+    assert "w: stored raw" in notes[0]
+    with Run(f"{folder}/raw")[1] as checkpoint:
+        assert checkpoint.param("w").layout.files == 1
+        assert same(checkpoint["w"].numpy(), data)

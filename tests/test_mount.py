@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -526,3 +527,13 @@ def test_the_command_mounts_and_unmounts(run, tmp_path):
     finally:
         ckpt("umount", str(point))
     assert list(point.iterdir()) == []
+
+
+def test_the_examples_of_the_page_work(tmp_path):
+    page = (Path(__file__).parent.parent / "docs" / "mount.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert examples
+    with ckptfs.Run(tmp_path / "run") as run:
+        run.save(1, {"model": {"embed": np.ones((30, 8), "f4")}}, assets={"config.json": "{}"})
+    for example in examples:
+        exec(compile(example, "docs/mount.md", "exec"), {"folder": str(tmp_path / "run")})

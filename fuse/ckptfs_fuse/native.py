@@ -147,8 +147,8 @@ class NativeServer:
         )
 
     def _serve(self) -> None:
-        # All threads share one descriptor. A cloned one each was no faster, and would tie late answers to its clone:
-        # the kernel takes a reply only where the request was read.
+        # All threads share one descriptor. A clone each would tie late answers to it: the kernel takes a reply only
+        # where the request was read.
         fd = self._device_fd
         channel = _Channel(fd)
         message = bytearray(wire.REQUEST_BYTES)

@@ -85,7 +85,7 @@ def _serve_native(root: Dir, path: str, options: MountOptions, ready: Callable[[
         except CkptError as error:
             if must:
                 raise
-            log.warning("the native backend can't mount, so fusepy does, at about half the speed: %s", error)
+            log.warning("the native backend can't mount, so fusepy does, without passthrough: %s", error)
             return False
         server = NativeServer(root, fd, options, ready)
         server.start()

@@ -224,9 +224,7 @@ class Saver:
                 if data.nbytes <= _SMALL:
                     data = data.cpu() if getattr(data, "is_cuda", False) else data
                     found[held.desc.name] = digest(as_numpy(data).tobytes()).hex()[:16]
-                elif isinstance(data, np.ndarray) and data.flags.c_contiguous:
-                    found[held.desc.name] = digest(b"".join(_samples(data, 16, 4096))).hex()[:16]
-                elif not isinstance(data, np.ndarray) and data.is_contiguous() and not data.is_cuda:
+                elif data.flags.c_contiguous if isinstance(data, np.ndarray) else data.is_contiguous() and not data.is_cuda:
                     found[held.desc.name] = digest(b"".join(_samples(data, 16, 4096))).hex()[:16]
         return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
@@ -301,7 +301,7 @@ def _param(name: str, raw: object) -> Param:
         raise FormatError("many is true or absent")
     if codec is not None and not many:
         raise FormatError("a compressed array has many files")
-    layout = Layout(shape, dtype.itemsize, block, chunk, many=many, compressed=codec is not None)
+    layout = _layout(shape, dtype.itemsize, block, chunk, many, codec is not None)
     path = _typed(entry.get("path"), str, "path")
     check_relative(path)
     runs = _typed(entry.get("extents"), list, "extents")
@@ -316,6 +316,15 @@ def _param(name: str, raw: object) -> Param:
     return Param(name, path, dtype, layout, codec, runs, hashes, _hash(entry.get("zarr_xxh3")))
 
 
+@lru_cache(4096)
+def _layout(
+    shape: tuple[int, ...], itemsize: int, block: tuple[int, ...], chunk: tuple[int, ...], many: bool, compressed: bool
+) -> Layout:
+    """A model has many arrays of few shapes: equal layouts are checked, and work out their sizes, once."""
+    return Layout(shape, itemsize, block, chunk, many=many, compressed=compressed)
+
+
+@lru_cache(4096)
 def _check_sum(layout: Layout, codec: Codec | None, runs: tuple[tuple[int, int], ...], count: int) -> None:
     """The extents tile what the layout stores: exactly, and never across two files."""
     if layout.nbytes == 0:

@@ -288,25 +288,40 @@ class Reader:
     def _copied(self, param: Param, target: Target) -> bool:
         """Copy a box out of the page cache; False when it is not there."""
         layout, box = param.layout, target.box
-        files, strides = self._opened(), strides_of(layout.block)
-        for block in list(layout.blocks_of(box)):
+        if layout.blocks == 1:
+            return self._copied_from(param, 0, box.start, box.stop, target.out)
+        for block in layout.blocks_of(box):
             origin = layout.block_origin(block)
-            inner = (box & layout.block_box(block)).within(origin)
-            low = sum(a * s for a, s in zip(inner.start, strides, strict=True)) * layout.itemsize
-            high = (sum((z - 1) * s for z, s in zip(inner.stop, strides, strict=True)) + 1) * layout.itemsize
-            file, base = (block, 0) if layout.many else (0, block * layout.block_bytes)
-            opened = self._take(param, file)
-            try:
-                data = opened.mapped(base + low, high - low)
-                if data is None:
-                    return False
-                rows = data[base : base + layout.used_bytes(block)].view(param.dtype.carrier)
-                rows = rows.reshape((-1, *layout.block[1:])) if layout.shape else rows.reshape(())
-                into = target.out[(*inner.within(_minus(box.start, origin)).slices, ...)]
-                into[...] = rows[(*inner.slices, ...)]
-            finally:
-                files.give(opened)
-            self._count(inner.size * layout.itemsize, 0)
+            part = box & layout.block_box(block)
+            inner, into = part.within(origin), target.out[(*part.within(box.start).slices, ...)]
+            if not self._copied_from(param, block, inner.start, inner.stop, into):
+                return False
+        return True
+
+    def _copied_from(
+        self, param: Param, block: int, start: Sequence[int], stop: Sequence[int], out: np.ndarray[Any, Any]
+    ) -> bool:
+        """The same for a box of one block."""
+        layout = param.layout
+        low = high = 0
+        stride, where = layout.itemsize, []
+        for d in range(len(start) - 1, -1, -1):
+            low += start[d] * stride
+            high += (stop[d] - 1) * stride
+            where.append(slice(start[d], stop[d]))
+            stride *= layout.block[d]
+        file, base = (block, 0) if layout.many else (0, block * layout.block_bytes)
+        files = self._opened()
+        opened = self._take(param, file)
+        try:
+            data = opened.mapped(base + low, high + layout.itemsize - low)
+            if data is None:
+                return False
+            rows = data[base : base + layout.used_bytes(block)].view(param.dtype.carrier)
+            out[...] = rows.reshape((-1, *layout.block[1:]))[tuple(reversed(where))]
+        finally:
+            files.give(opened)
+        self._count(out.nbytes, 0)
         return True
 
     def _serve(self, param: Param, targets: Sequence[Target], request: Request, check: bool) -> None:
@@ -389,10 +404,6 @@ def contiguous(layout: Layout, box: Box) -> tuple[int, int] | None:
     return first, first + size * layout.itemsize
 
 
-def _minus(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    return tuple(a - b for a, b in zip(one, other, strict=True))
-
-
 def check_verify(verify: str) -> str:
     if verify not in ("full", "extents", "none"):
         raise MismatchError(f"verify is 'full', 'extents' or 'none', not {verify!r}")
@@ -419,7 +430,8 @@ def check_extents(param: Param, request: Request, view: memoryview, where: str) 
         if found != param.hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]:
             msg = (
                 f"array {param.name!r}: extent {number} ({int(table.length[number])} bytes at offset "
-                f"{int(table.offset[number])} of {where}/{param.file(request.file)}) is not what was saved: its checksum differs. "
+                f"{int(table.offset[number])} of {where}/{param.file(request.file)}) is not what was saved: "
+                "its checksum differs. "
                 "Restore the step from a copy, or load an older one"
             )
             raise CorruptError(msg)

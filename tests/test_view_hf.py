@@ -88,7 +88,7 @@ def test_view_arrays_behave_like_arrays(tmp_path):
     run = ckptfs.Run(tmp_path / "run")
     run.save(1, {"model": as_training_names(model, config, "llama-torchtitan")})
     ck = run[1]
-    with pytest.raises(CkptError, match="n_heads|num_attention_heads"):
+    with pytest.raises(CkptError, match=r"n_heads|num_attention_heads"):
         ck.view("hf")  # there is no config.json to say how many heads there are
     view = ck.view("hf", variables=rules.variables_of(config.to_dict()))
     for name, expected in model.state_dict().items():

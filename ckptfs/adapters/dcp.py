@@ -12,7 +12,10 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import checkpoint as torch_dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ckptfs.errors import CkptError, SaveError
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _CHOOSER = "_storage_setup"  # DCP's function that picks a storage for a checkpoint_id; there is no public way
+_replaced: list[tuple[Any, str, Any]] = []  # (module, name, what stood there)
 
 
 @contextlib.contextmanager
@@ -36,44 +40,63 @@ def plain_errors() -> Iterator[None]:
 
 def _plain(error: CheckpointException) -> CkptError:
     found = {rank: one for rank, (one, _) in error.failures.items()}
-    kinds = {type(one) for one in found.values()}
-    first = next(iter(found.values()), None)
-    if len(kinds) == 1 and isinstance(first, CkptError):
-        return first
     text = {rank: f"{type(one).__name__}: {one}" for rank, one in found.items()}
+    first = next(iter(found.values()), None)
+    if isinstance(first, CkptError) and {(type(one), str(one)) for one in found.values()} == {
+        (type(first), str(first))
+    }:
+        return first
+    if (
+        isinstance(first, CkptError)
+        and not isinstance(first, SaveError)
+        and len({type(one) for one in found.values()}) == 1
+    ):
+        return type(first)("; ".join(f"rank {rank}: {one}" for rank, one in found.items()))
     return SaveError(f"torch.distributed.checkpoint failed in its {error.args[0]!r} phase", text)
 
 
-def install() -> None:
+def install(*, everywhere: bool = False) -> None:
     """Make `dcp.save(state_dict, checkpoint_id="ckptfs://…")` and `dcp.load` find this module; `uninstall` undoes it.
 
     DCP has no registry for storages: the function that picks one is replaced in the two modules that call it.
+    `everywhere`: also for every other path, and for code that names FileSystemWriter and FileSystemReader itself
+    (Lightning's sharded strategies, Accelerate). What torch has saved is still read by torch.
     """
-    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-
+    uninstall()
     for module in (state_dict_saver, state_dict_loader):
         original = getattr(module, _CHOOSER)
-        if not hasattr(original, "ckptfs_original"):
-            setattr(module, _CHOOSER, _chooser(original))
+        _replaced.append((module, _CHOOSER, original))
+        setattr(module, _CHOOSER, _chooser(original, everywhere=everywhere))
+    if everywhere:
+        for name, ours in (("FileSystemWriter", StorageWriter), ("FileSystemReader", _reader)):
+            _replaced.append((torch_dcp, name, getattr(torch_dcp, name)))
+            setattr(torch_dcp, name, ours)
 
 
 def uninstall() -> None:
-    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-
-    for module in (state_dict_saver, state_dict_loader):
-        original = getattr(getattr(module, _CHOOSER), "ckptfs_original", None)
-        if original is not None:
-            setattr(module, _CHOOSER, original)
+    while _replaced:
+        module, name, original = _replaced.pop()
+        setattr(module, name, original)
 
 
-def _chooser(original: Any) -> Any:
+def _chooser(original: Any, *, everywhere: bool) -> Any:
     def storage_setup(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:
-        if storage is None and checkpoint_id and os.fspath(checkpoint_id).startswith("ckptfs:"):
-            return StorageReader(checkpoint_id) if reader else StorageWriter(checkpoint_id)
+        if storage is None and checkpoint_id:
+            by_name = os.fspath(checkpoint_id).startswith("ckptfs:")
+            if reader and (by_name or (everywhere and StorageReader.validate_checkpoint_id(checkpoint_id))):
+                return StorageReader(checkpoint_id)
+            if not reader and (by_name or everywhere):
+                return StorageWriter(checkpoint_id)
         return original(storage, checkpoint_id, reader=reader)
 
-    storage_setup.ckptfs_original = original  # type: ignore[attr-defined]
     return storage_setup
+
+
+def _reader(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    """In FileSystemReader's place: ours for what is ours."""
+    if StorageReader.validate_checkpoint_id(path):
+        return StorageReader(path)
+    return FileSystemReader(path, *args, **kwargs)
 
 
 __all__ = ["StorageReader", "StorageWriter", "install", "plain_errors", "uninstall"]

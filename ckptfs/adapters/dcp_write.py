@@ -96,11 +96,13 @@ class StorageWriter(TorchWriter):
 
     def _start(self) -> None:
         self.url, self._name, self._step = locate(self.path)
+        self._alone = False  # no other rank can still be writing when this one fails
         self._ticket: Ticket | None = None
         self._claim: commit.Claim | None = None
+        self._end: weakref.finalize[..., Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ticket": None, "_claim": None}
+        return {**self.__dict__, "_ticket": None, "_claim": None, "_end": None}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -144,13 +146,14 @@ class StorageWriter(TorchWriter):
         """Coordinator: see that the target may be written, name the folder, decide the layouts."""
         store = self._store()
         self._check_target(store)
+        self._alone = len(plans) == 1
         self._ticket = Ticket(self.url, self._name, uuid.uuid4().hex)
         attached = dcp_plan.attach(plans, self._ticket, self._plan_options(store))
         if store.positional:
             folder = self._folder(store, self._ticket)
             store.sub(folder).make_dirs()  # type: ignore[attr-defined]
             self._claim = _claims[self.url, self._name] = commit.Claim(store, folder)  # type: ignore[arg-type]
-            weakref.finalize(self, self._claim.close)
+            self._end = weakref.finalize(self, _abandon, store, folder, self._claim)
         return [replace(plan, storage_data=one) for plan, one in zip(plans, attached, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -160,9 +163,8 @@ class StorageWriter(TorchWriter):
         try:
             raw, size = self._write(store, ticket, attached, plan, planner)
         except BaseException:
-            if store.positional:  # the others fail too: DCP tells them; what is left, the next save collects
-                with contextlib.suppress(Exception):
-                    store.remove_tree(self._folder(store, ticket))
+            if self._alone:
+                self._forsake()
             raise
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(_REPORT), size, raw)])
@@ -314,20 +316,30 @@ class StorageWriter(TorchWriter):
 
     def _forsake(self) -> None:
         """Clear away what an earlier save of this writer left, if it failed on another rank."""
-        ticket, self._ticket = self._ticket, None
+        self._ticket = None
+        if self._end is not None:
+            self._end()
         self._release()
-        if ticket is not None:
-            with contextlib.suppress(CkptError):
-                store = self._store()
-                if store.positional:
-                    store.remove_tree(commit.saving_name(ticket.name, ticket.save_id))
 
     def _release(self) -> None:
+        if self._end is not None:
+            self._end.detach()
+            self._end = None
         claim, self._claim = self._claim, None
         if claim is not None:
             claim.close()
             if _claims.get((self.url, self._name)) is claim:
                 del _claims[self.url, self._name]
+
+
+def _abandon(store: Store, folder: str, claim: commit.Claim) -> None:
+    """When the coordinator's writer goes without having committed: a rank has failed, and its space is wanted back.
+
+    Not earlier: a rank that took the folder away at its own failure would make the others fail for want of it.
+    """
+    claim.close()
+    with contextlib.suppress(CkptError, OSError):
+        store.remove_tree(folder)
 
 
 def _live(item: WriteItem, planner: SavePlanner) -> torch.Tensor:

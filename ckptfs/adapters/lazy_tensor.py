@@ -12,8 +12,7 @@ arithmetic of views. Reading turns its strides back into a box of the array.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -99,16 +98,21 @@ class LazyTensor(torch.Tensor):
     view_of_base: torch.Tensor
 
     @staticmethod
-    def __new__(cls, source: LazyArray, meta: torch.Tensor | None = None) -> Self:
+    def __new__(cls: Any, source: LazyArray, meta: torch.Tensor | None = None) -> Any:
         if meta is None:
             meta = torch.empty(source.shape, dtype=source.element.torch, device="meta")
-        made: LazyTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001
-            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device="cpu"
+        made = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=torch.device("cpu"),
         )
         made.source, made.view_of_base = source, meta
         return made
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **_: Any) -> str:
         return f"<lazy {list(self.shape)} of {self.source!r}>"
 
     def materialize(self) -> torch.Tensor:
@@ -122,7 +126,7 @@ class LazyTensor(torch.Tensor):
         meta = self.view_of_base
         if not meta.numel():
             return
-        found = window(self.source.shape, meta.shape, meta.stride(), meta.storage_offset())
+        found = window(self.source.shape, meta.shape, meta.stride(), int(meta.storage_offset()))
         if found is None:  # a view that is no part of the array: all of it is read
             whole = self.source.torch()
             out.copy_(torch.as_strided(whole, meta.shape, meta.stride(), meta.storage_offset()))
@@ -172,7 +176,7 @@ _OUT_OF_TORCH = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__
 def _copy(target: torch.Tensor, lazy: LazyTensor) -> torch.Tensor:
     simple = target.shape == lazy.shape and target.dtype == lazy.dtype and target.device.type in ("cpu", "cuda")
     overlaps = any(s == 0 and n > 1 for s, n in zip(target.stride(), target.shape, strict=True))
-    if simple and not overlaps and type(target) is torch.Tensor and prod(target.shape):
+    if simple and not overlaps and type(target) is torch.Tensor and target.numel():
         lazy.read_into(target)
     else:
         target.copy_(lazy.materialize())

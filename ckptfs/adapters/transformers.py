@@ -35,7 +35,7 @@ def from_pretrained(
     *,
     config: Any = None,
     view: str = "hf",
-    map: Any = None,
+    map: Any = None,  # noqa: A002
     **options: Any,
 ) -> Any:
     """A model with the weights of a checkpoint (or its URL; a run: its latest step).
@@ -47,7 +47,7 @@ def from_pretrained(
 
     checkpoint = source if hasattr(source, "manifest") else open_checkpoint(source)
     config = config_of(checkpoint) if config is None else config
-    kind = auto_class or transformers.AutoModelForCausalLM
+    kind: Any = auto_class or transformers.AutoModelForCausalLM
     mapping = getattr(kind, "_model_mapping", None)
     if mapping is not None:
         if type(config) not in mapping:

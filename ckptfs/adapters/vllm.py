@@ -44,7 +44,8 @@ def open_for(model: str, extra: dict[str, Any] | None = None) -> tuple[Checkpoin
         return open_checkpoint(url), view
     except NotFoundError as error:
         raise NotFoundError(
-            f"{error}; give the checkpoint's URL as url in --model-loader-extra-config, or a step's assets folder as model"
+            f"{error}; give the checkpoint's URL as url in --model-loader-extra-config, "
+            "or a step's assets folder as the model"
         ) from None
 
 

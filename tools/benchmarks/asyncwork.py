@@ -67,7 +67,7 @@ class DcpAsync(Saving):
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         self._group = dist.new_group()
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))  # noqa: FBT003
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))
         self._future: Any = None
 
     def begin(self, number: int) -> None:
@@ -169,7 +169,11 @@ def asynchronous(ranks: Ranks) -> None:
     tensors = state.distributed(ranks.mesh(ranks.size))
     optimizer = _optimizer(list(state.local.values()))
     compute = _computing(state.total_bytes / BYTES_PER_COMPUTE_S)
-    ways = [kind(ranks, tensors, optimizer) for kind in WAYS if not plan.systems or kind is Saving or kind.name in plan.systems]
+    ways = [
+        kind(ranks, tensors, optimizer)
+        for kind in WAYS
+        if not plan.systems or kind is Saving or kind.name in plan.systems
+    ]
     number = 0
     for turn in range(-1, plan.repetitions):
         ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
@@ -181,7 +185,7 @@ def asynchronous(ranks: Ranks) -> None:
                 ways = [w for w in ways if w is not way]
 
 
-def _loop(  # noqa: PLR0913
+def _loop(
     ranks: Ranks, way: Saving, compute: Callable[[], None], optimizer: Any, state: State, number: int, turn: int
 ) -> int:
     """Some iterations; then one save with nothing beside it, for the rate in the background."""
@@ -197,7 +201,8 @@ def _loop(  # noqa: PLR0913
     cost = Cost()
     ranks.barrier()
     try:
-        way.begin(numbers[0])
+        with measured() as first:  # its memory counts: what is kept for the next time is taken here
+            way.begin(numbers[0])
         with measured() as cost:
             for at in numbers[1:-1]:
                 marks = [time.perf_counter()]
@@ -223,11 +228,10 @@ def _loop(  # noqa: PLR0913
     returned = time.perf_counter() - begin
     way.finish()
     alone = time.perf_counter() - begin
+    cost.peak_memory_bytes += first.peak_memory_bytes if turn < 0 else 0
     found = ranks.gather((cost, times, returned, alone))
     clean(numbers[-1])
     ranks.remove()
-    if turn < 0:
-        return number + len(numbers)
     mean = {key: max(sum(t[key]) / ITERATIONS for _, t, _, _ in found) for key in times}
     total = Cost(
         max(c.seconds for c, *_ in found) / ITERATIONS,
@@ -235,11 +239,16 @@ def _loop(  # noqa: PLR0913
         sum(c.bytes_read for c, *_ in found),
         sum(c.bytes_written for c, *_ in found),
     )
-    ranks.note(
-        ranks.measure("iteration", way.name, state.total_bytes, turn, total, blocked_s=mean["begin_s"], detail=mean)
+    measure = ranks.measure(
+        "iteration", way.name, state.total_bytes, max(0, turn), total, blocked_s=mean["begin_s"], detail=mean
     )
+    if turn < 0:
+        return number + len(numbers)
+    ranks.note(measure)
     if type(way) is not Saving:
         cost = Cost(max(f[3] for f in found))
         blocked = max(f[2] for f in found)
-        ranks.note(ranks.measure("save alone", way.name, state.total_bytes, turn, cost, blocked_s=blocked, cache="durable"))
+        ranks.note(
+            ranks.measure("save alone", way.name, state.total_bytes, turn, cost, blocked_s=blocked, cache="durable")
+        )
     return number + len(numbers)

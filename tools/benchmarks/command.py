@@ -37,11 +37,13 @@ def main(argv: list[str] | None = None) -> int:
     wanted = {name: RECORD[name] for name in RECORD} if args.scenarios == ["record"] else _chosen(args)
     shown = " ".join(["tools/bench", *map(shlex.quote, argv if argv is not None else sys.argv[1:])])
     run = results.begin(
-        out, list(wanted), "/".join(dict.fromkeys(size for size, _ in wanted.values())), max(r for _, r in wanted.values()), shown
+        out,
+        list(wanted),
+        "/".join(dict.fromkeys(size for size, _ in wanted.values())),
+        max(r for _, r in wanted.values()),
+        shown,
     )
-    options = Options(
-        run, "", 0, args.folder, out, args.systems, drop_caches=args.drop_caches, timeout_s=args.timeout
-    )
+    options = Options(run, "", 0, args.folder, out, args.systems, drop_caches=args.drop_caches, timeout_s=args.timeout)
     failed = []
     for name, (size, repetitions) in wanted.items():
         begin = time.monotonic()
@@ -63,7 +65,7 @@ def _chosen(args: argparse.Namespace) -> dict[str, tuple[str, int]]:
         raise SystemExit(f"no scenario {', '.join(unknown)}: there are record, report, {', '.join(SCENARIOS)}")
     size_of(args.size)
     names = list(dict.fromkeys("save" if name == "load" else name for name in args.scenarios))
-    return {name: (args.size, args.repetitions) for name in names}
+    return dict.fromkeys(names, (args.size, args.repetitions))
 
 
 def _default_results(args: argparse.Namespace) -> Path:
@@ -75,7 +77,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if argv is None:
         argv = sys.argv[1:]
     if argv and argv[0] == "report":
-        parser = argparse.ArgumentParser(prog="tools/bench report", description="Render docs/benchmarks.md from results.")
+        parser = argparse.ArgumentParser(
+            prog="tools/bench report", description="Render docs/benchmarks.md from results."
+        )
         parser.add_argument("results", nargs="*", type=Path, help="JSON-lines files (default: docs/results/*.jsonl)")
         parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks.md")
         args = parser.parse_args(argv[1:])
@@ -83,7 +87,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         return args
     parser = argparse.ArgumentParser(
         prog="tools/bench",
-        description="Measure ckptfs beside its peers. Scenarios: " + ", ".join(SCENARIOS) + "; `record` measures all of "
+        description="Measure ckptfs beside its peers. Scenarios: "
+        + ", ".join(SCENARIOS)
+        + "; `record` measures all of "
         "them, about 12 minutes; `report` renders docs/benchmarks.md. A line is appended to the results after each "
         "measurement, so an interrupted run is usable.",
     )
@@ -93,7 +99,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--systems", nargs="*", default=[], help="only these; raw is always measured")
     parser.add_argument("--folder", type=Path, default=ROOT.parent, help="where on the measured disk to work")
     parser.add_argument("--results", type=Path, help="JSON-lines file to append to")
-    parser.add_argument("--drop-caches", action="store_true", help="also drop the whole page cache before cold reads (root)")
+    parser.add_argument(
+        "--drop-caches", action="store_true", help="also drop the whole page cache before cold reads (root)"
+    )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a scenario's job may take")
     args = parser.parse_args(argv)
     args.command = "measure"

@@ -69,8 +69,19 @@ def launch(options: Options, part: str, scenario: str, nproc: int, folder: Path,
     }
     command = [sys.executable]
     if nproc > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={nproc}"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+        command += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr=127.0.0.1",
+            f"--nproc-per-node={nproc}",
+        ]
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+    }
     job = subprocess.Popen([*command, str(_WORK), json.dumps(plan)], env=env, start_new_session=True)
     try:
         code = job.wait(options.timeout_s)

@@ -59,7 +59,7 @@ def _in_threads(nbytes: int, move: Callable[[memoryview, int], int]) -> None:
                 wanted = min(IO_BYTES, -(-(nbytes - at) // _ALIGN) * _ALIGN)
                 moved = move(view[:wanted], at)
                 if moved < min(wanted, nbytes - at):
-                    raise OSError(f"a raw request of {wanted} bytes moved {moved}")  # noqa: TRY301
+                    raise OSError(f"a raw request of {wanted} bytes moved {moved}")
         except BaseException as error:
             errors.append(error)
 

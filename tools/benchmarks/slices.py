@@ -292,7 +292,7 @@ def _pieces(wanted: list[tuple[str, Index]]) -> list[Piece]:
     return [Piece(n, i, np.ones([s.stop - s.start for s in i], np.float32)) for n, i in wanted]
 
 
-def _once(  # noqa: PLR0913, PLR0917
+def _once(
     ranks: Ranks,
     engines: list[tuple[str, Engine]],
     table: dict[str, tuple[int, ...]],
@@ -313,7 +313,9 @@ def _once(  # noqa: PLR0913, PLR0917
         raw_write(raw / "file", nbytes)
         begin = time.perf_counter()
         raw_read(raw / "file")
-        done.append(ranks.measure(operation, "raw", nbytes, max(turn, 0), Cost(time.perf_counter() - begin), cache="cold"))
+        done.append(
+            ranks.measure(operation, "raw", nbytes, max(turn, 0), Cost(time.perf_counter() - begin), cache="cold")
+        )
     for name, engine in engines[(turn + 1) % len(engines) :] + engines[: (turn + 1) % len(engines)]:
         pick = random.Random(seed)
         times, said = [], cache

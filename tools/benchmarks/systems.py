@@ -114,9 +114,7 @@ class TorchDcp(System):
         import torch.distributed.checkpoint as dcp
 
         group = job.mesh.get_group() if job.mesh is not None else None
-        dcp.load(
-            {"model": job.tensors()}, checkpoint_id=str(folder), process_group=group, no_dist=job.state.size == 1
-        )
+        dcp.load({"model": job.tensors()}, checkpoint_id=str(folder), process_group=group, no_dist=job.state.size == 1)
 
 
 class CkptfsDcp(System):
@@ -130,7 +128,7 @@ class CkptfsDcp(System):
 
         from ckptfs.adapters import dcp as adapter
 
-        writer = adapter.Writer(str(folder))
+        writer = adapter.StorageWriter(str(folder))
         dcp.save({"model": job.tensors()}, storage_writer=writer, no_dist=job.state.size == 1)
 
     def load(self, job: Job, folder: Path) -> None:
@@ -138,7 +136,7 @@ class CkptfsDcp(System):
 
         from ckptfs.adapters import dcp as adapter
 
-        reader = adapter.Reader(str(folder))
+        reader = adapter.StorageReader(str(folder))
         dcp.load({"model": job.tensors()}, storage_reader=reader, no_dist=job.state.size == 1)
 
 
@@ -264,7 +262,11 @@ class ZarrPython(System):
         if state.rank == 0:
             for name, shape in state.shapes.items():
                 zarr.create_array(
-                    folder / name, shape=shape, chunks=tuple(chunk_of(shape, state.size)), dtype="float32", compressors=None
+                    folder / name,
+                    shape=shape,
+                    chunks=tuple(chunk_of(shape, state.size)),
+                    dtype="float32",
+                    compressors=None,
                 )
         job.barrier()
         for name, shape in state.shapes.items():

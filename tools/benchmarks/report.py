@@ -1,0 +1,418 @@
+"""docs/benchmarks.md from result files: tables of medians with their spread, plots, goals met and missed.
+
+Every figure in it comes from a "measure" line; of several runs of one scenario the newest counts. A system without
+measures has its reason printed instead.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.results import Measure, RunFacts, Skip, read
+
+HEAD = """# Benchmarks
+
+Rendered by `tools/bench report` from {sources}; do not edit. Make your own with `tools/bench record` (about 12 minutes),
+or `tools/bench save slice --size 256M` for a quick look.
+
+How it is measured:
+
+- The state is a transformer's fp32 parameters, 300 tensors in memory that has been touched before. Ranks stay alive over
+  all repetitions. In a repetition every system has its turn and the order moves on by one; the first repetition is a
+  warm-up, in which what was loaded is compared with what was saved, and is not counted.
+- Tables give the median, and in brackets the smallest and largest repetition. *of raw* is the time of the raw limit
+  divided by the system's time, medians of the same run. The raw limit is the same number of bytes through O_DIRECT by
+  four threads in each rank, in requests of 8 MiB, with nothing done to them; raw writes have their space reserved and end
+  with fsync.
+- Every save is durable when the clock stops: what a library leaves in the page cache is synced inside the measured time.
+- *cold*: the files' pages are dropped before (posix_fadvise after fsync, or /proc/sys/vm/drop_caches where it says so).
+- torch.save and safetensors write one file for each rank, which no other number of ranks can load: their best case.
+- Memory is the peak of resident memory above what it was before, of the rank that needed most. What a system keeps for
+  the next time (buffers, copies) is taken in its first use and counts. Pages of files that are mapped count.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """All repetitions of one operation of one system."""
+
+    measures: tuple[Measure, ...]
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(m.seconds for m in self.measures)
+
+    @property
+    def rate(self) -> float:
+        return self.measures[0].bytes / self.seconds / 1e9
+
+    def median(self, pick: Callable[[Measure], float | None]) -> float | None:
+        found = [value for value in map(pick, self.measures) if value is not None]
+        return statistics.median(found) if found else None
+
+
+class Results:
+    """The newest run of every scenario."""
+
+    def __init__(self, records: Iterable[Measure | Skip | RunFacts]) -> None:
+        self.runs: dict[str, RunFacts] = {}
+        measures: list[Measure] = []
+        self._skips: list[Skip] = []
+        for record in records:
+            if isinstance(record, RunFacts):
+                self.runs[record.run] = record
+            elif isinstance(record, Measure):
+                measures.append(record)
+            else:
+                self._skips.append(record)
+        self.newest: dict[str, str] = {}
+        for m in sorted(measures, key=lambda m: self.runs[m.run].at if m.run in self.runs else ""):
+            self.newest[m.scenario] = m.run
+        self._table: dict[tuple[str, str, str, str], list[Measure]] = defaultdict(list)
+        for m in measures:
+            if self.newest[m.scenario] == m.run:
+                self._table[m.scenario, m.operation, m.cache.partition(" ")[0], m.system].append(m)
+
+    def rows(self, scenario: str, operation: str, cache: str | None = None) -> dict[str, Row]:
+        """By system, the fastest first."""
+        found = {
+            system: Row(tuple(measures))
+            for (a, b, c, system), measures in self._table.items()
+            if (a, b) == (scenario, operation) and cache in (None, c)
+        }
+        return dict(sorted(found.items(), key=lambda item: item[1].seconds))
+
+    def operations(self, scenario: str) -> list[tuple[str, str]]:
+        return list(dict.fromkeys((b, c) for a, b, c, _ in self._table if a == scenario))
+
+    def skips(self, scenario: str) -> list[Skip]:
+        return [s for s in self._skips if s.scenario == scenario and s.run == self.newest.get(scenario)]
+
+    def facts(self, scenario: str) -> RunFacts | None:
+        return self.runs.get(self.newest.get(scenario, ""))
+
+
+# --- pieces of text --------------------------------------------------------------------------------------------------
+
+
+def seconds_text(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
+
+
+def spread_text(row: Row) -> str:
+    values = [m.seconds for m in row.measures]
+    return f"{seconds_text(row.seconds)} ({seconds_text(min(values))} – {seconds_text(max(values))})"
+
+
+def mib(value: float | None) -> str:
+    return "" if value is None else f"{value / 2**20:.0f} MiB"
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [list(head), ["---"] * len(head), *map(list, lines)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def rate_table(rows: dict[str, Row], *, memory: bool = True, limit: str = "raw") -> str:
+    raw = rows.get(limit)
+    head = [
+        "system",
+        "time",
+        "GB/s",
+        f"of {limit}",
+        *(["peak memory a rank", "files", "disk read", "disk written"] if memory else []),
+    ]
+    lines = []
+    for system, row in rows.items():
+        line = [f"**{system}**" if system.startswith("ckptfs") else system, spread_text(row), f"{row.rate:.2f}"]
+        line.append(f"{raw.seconds / row.seconds:.2f}" if raw else "")
+        if memory:
+            files = row.median(lambda m: m.files)
+            line += [mib(row.median(lambda m: m.peak_memory_bytes)), "" if files is None else f"{files:.0f}"]
+            line += [mib(row.median(lambda m: m.bytes_read)), mib(row.median(lambda m: m.bytes_written))]
+        lines.append(line)
+    return table(head, lines)
+
+
+def skip_lines(results: Results, scenario: str) -> str:
+    found = dict.fromkeys(f"- {s.system}: {s.reason}" for s in results.skips(scenario))
+    return "\nNot measured:\n\n" + "\n".join(found) + "\n" if found else ""
+
+
+def about(results: Results, scenario: str) -> str:
+    facts = results.facts(scenario)
+    sizes = {m.bytes for key, ms in results._table.items() if key[0] == scenario for m in ms}  # noqa: SLF001
+    shown = f"{max(sizes) / 1e9:.2f} GB, " if sizes and max(sizes) > 1e6 else ""
+    counts = {len(ms) for key, ms in results._table.items() if key[0] == scenario}  # noqa: SLF001
+    number = "–".join(str(n) for n in sorted({min(counts), max(counts)})) if counts else "0"
+    return f"{shown}{number} repetitions, {facts.at if facts else 'unknown time'}, machine load before: {facts.host['load_before'] if facts else '?'}.\n"
+
+
+# --- sections --------------------------------------------------------------------------------------------------------
+
+
+def save_section(results: Results) -> str:
+    if "save and load" not in results.newest:
+        return ""
+    out = ["## Save and load, 2 ranks\n", about(results, "save and load")]
+    for operation, title in (("save", "Save, durable"), ("load", "Load, cold")):
+        rows = results.rows("save and load", operation)
+        out += [f"### {title}\n", rate_table(rows), f"![{title}](benchmarks-{operation}.svg)\n"]
+    return "\n".join([*out, skip_lines(results, "save and load")])
+
+
+def reshard_section(results: Results) -> str:
+    if "reshard" not in results.newest:
+        return ""
+    out = ["## What 2 ranks saved, loaded by 2 and by 4\n", about(results, "reshard")]
+    two, four = (results.rows("reshard", f"load 2→{n}") for n in (2, 4))
+    lines = [
+        [s, spread_text(two[s]), spread_text(four[s]), f"{four[s].seconds / two[s].seconds:.2f}"]
+        for s in two
+        if s in four
+    ]
+    out.append(table(["system", "2→2", "2→4", "2→4 / 2→2"], lines))
+    return "\n".join([*out, skip_lines(results, "reshard")])
+
+
+def training_section(results: Results) -> str:
+    if "training" not in results.newest:
+        return ""
+    out = ["## A checkpoint every iteration, 2 ranks\n", about(results, "training")]
+    rows, alone = results.rows("training", "iteration"), results.rows("training", "save alone")
+    bare = rows.get("no checkpoints")
+    lines = []
+    for system, row in rows.items():
+        update = row.median(lambda m: m.detail.get("update_s")) or 0.0
+        bare_update = bare.median(lambda m: m.detail.get("update_s")) or 0.0 if bare else 0.0
+        waits = (row.median(lambda m: m.blocked_s) or 0.0) + max(0.0, update - bare_update)
+        compute = row.median(lambda m: m.detail.get("compute_s")) or 0.0
+        bare_compute = (bare.median(lambda m: m.detail.get("compute_s")) or 0.0) if bare else 0.0
+        single = alone.get(system)
+        lines.append(
+            [
+                system,
+                spread_text(row),
+                f"{row.seconds / bare.seconds:.2f}" if bare else "",
+                seconds_text(waits) if system != "no checkpoints" else "",
+                f"{compute / bare_compute:.2f}" if bare_compute else "",
+                f"{seconds_text(single.median(lambda m: m.blocked_s) or 0)} / {seconds_text(single.seconds)}"
+                if single
+                else "",
+                mib(row.median(lambda m: m.peak_memory_bytes)),
+            ]
+        )
+    head = [
+        "way",
+        "iteration",
+        "of none",
+        "waited an iteration",
+        "compute slower by",
+        "alone: blocked / total",
+        "peak memory a rank",
+    ]
+    out.append(table(head, lines))
+    out.append(
+        "*waited*: the call that begins a save (with its wait for the previous one), and what the optimizer's update took "
+        "longer than without checkpoints. *alone*: one save with nothing beside it.\n"
+    )
+    return "\n".join([*out, skip_lines(results, "training")])
+
+
+def slice_section(results: Results) -> str:
+    if "slices" not in results.newest:
+        return ""
+    out = ["## Slices, one process\n", about(results, "slices")]
+    for operation, cache in results.operations("slices"):
+        rows = results.rows("slices", operation, cache)
+        if set(rows) <= {"raw"}:
+            continue
+        first = next(r for s, r in rows.items() if s != "raw")
+        raw = rows.get("raw")
+        lines = [
+            [
+                f"**{system}**" if system == "ckptfs" else system,
+                seconds_text(row.seconds),
+                seconds_text(row.median(lambda m: m.detail.get("p99_s")) or row.seconds),
+                f"{row.seconds / first.seconds:.2f}",
+                f"{raw.seconds / row.seconds:.2f}" if raw else "",
+            ]
+            for system, row in rows.items()
+        ]
+        nbytes = first.measures[0].bytes
+        size = f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes >> 10} KiB"
+        out += [
+            f"### {operation}, {size}, {cache}\n",
+            table(["system", "median", "p99", "of the fastest", "of raw"], lines),
+        ]
+    return "\n".join([*out, skip_lines(results, "slices")])
+
+
+def plain_section(results: Results, scenario: str, title: str, *, memory: bool, limit: str = "raw") -> str:
+    if scenario not in results.newest:
+        return ""
+    out = [f"## {title}\n", about(results, scenario)]
+    for operation, cache in results.operations(scenario):
+        rows = results.rows(scenario, operation, cache)
+        if not memory and all(row.measures[0].bytes == 0 for row in rows.values()):
+            torch = {s: any(m.detail.get("imports_torch") for m in r.measures) for s, r in rows.items()}
+            lines = [[s, spread_text(r), "yes" if torch[s] else "no"] for s, r in rows.items()]
+            out.append(table(["program", "time", "imports torch"], lines))
+        else:
+            out += [f"### {operation}{', ' + cache if cache else ''}\n", rate_table(rows, memory=memory, limit=limit)]
+    return "\n".join([*out, skip_lines(results, scenario)])
+
+
+# --- goals -----------------------------------------------------------------------------------------------------------
+
+
+def goals(results: Results) -> list[tuple[str, str, bool | None]]:
+    """(goal, what was measured, met); None where it was not measured."""
+    found: list[tuple[str, str, bool | None]] = []
+
+    def add(goal: str, value: float | None, met: Callable[[float], bool], shown: str = "{:.2f}") -> None:
+        found.append(
+            (goal, "not measured" if value is None else shown.format(value), None if value is None else met(value))
+        )
+
+    for operation, what in (("save", "durable save"), ("load", "cold load with checksums")):
+        rows = results.rows("save and load", operation)
+        add(f"{what} at least 0.85 of raw", _ratio(rows, "raw", "ckptfs"), lambda v: v >= 0.85)
+        peers = [s for s in rows if s not in ("raw", "ckptfs", "DCP + ckptfs")]
+        best = min((rows[s].seconds for s in peers), default=None)
+        ours = rows["ckptfs"].seconds if "ckptfs" in rows else None
+        add(
+            f"{what}: times faster than the fastest peer (above 1)",
+            best / ours if best and ours else None,
+            lambda v: v > 1,
+        )
+        add(f"{what}: times faster than DCP", _ratio(rows, "DCP", "ckptfs"), lambda v: v > 1)
+    two, four = results.rows("reshard", "load 2→2"), results.rows("reshard", "load 2→4")
+    value = four["ckptfs"].seconds / two["ckptfs"].seconds if "ckptfs" in two and "ckptfs" in four else None
+    add("loading 2→4 takes at most 1.10 of 2→2", value, lambda v: v <= 1.10)
+    small = results.rows("small tensors", "save small").get("ckptfs")
+    add(
+        "3,000 tensors of 4 KiB saved durably in under 1.5 s",
+        small.seconds if small else None,
+        lambda v: v < 1.5,
+        "{:.2f} s",
+    )
+    saved = results.rows("save and load", "save").get("ckptfs")
+    memory = saved.median(lambda m: m.peak_memory_bytes) if saved else None
+    add(
+        "peak extra memory of a save at most 256 MiB a rank",
+        memory and memory / 2**20,
+        lambda v: v <= 256,
+        "{:.0f} MiB",
+    )
+    alone = results.rows("training", "save alone")
+    blocked = {s: row.median(lambda m: m.blocked_s) for s, row in alone.items()}
+    lazy, snapshot, dcp = (
+        blocked.get(s) for s in ("ckptfs save_async(before_update)", "ckptfs save_async", "DCP async_save")
+    )
+    add(
+        "lazy save blocks at most 1/10 of DCP async", lazy / dcp if lazy and dcp else None, lambda v: v <= 0.1, "{:.3f}"
+    )
+    add("lazy save blocks under 20 ms", lazy and lazy * 1e3, lambda v: v < 20, "{:.1f} ms")
+    add("snapshot blocks no longer than DCP async", snapshot / dcp if snapshot and dcp else None, lambda v: v <= 1)
+    add(
+        "background save rate at least 0.8 of a sync save",
+        _ratio(alone, "ckptfs save", "ckptfs save_async"),
+        lambda v: v >= 0.8,
+    )
+    for operation, cache in results.operations("slices"):
+        rows = results.rows("slices", operation, cache)
+        peers = [r.seconds for s, r in rows.items() if s not in ("raw", "ckptfs")]
+        value = rows["ckptfs"].seconds / min(peers) if peers and "ckptfs" in rows else None
+        if peers:
+            add(f"{operation}, {cache}: within 10 % of the fastest peer", value, lambda v: v <= 1.10)
+            add(
+                f"{operation}, {cache}: times faster than zarr-python (5)",
+                _ratio(rows, "zarr-python", "ckptfs"),
+                lambda v: v >= 5,
+            )
+    shard = results.rows("slices", "1/8 shard of the model", "cold")
+    add("1/8 shard, cold, at least 0.85 of raw", _ratio(shard, "raw", "ckptfs"), lambda v: v >= 0.85)
+    return found
+
+
+def _ratio(rows: dict[str, Row], other: str, own: str) -> float | None:
+    return rows[other].seconds / rows[own].seconds if other in rows and own in rows else None
+
+
+def goals_section(results: Results) -> str:
+    lines = [[goal, value, {True: "met", False: "**missed**", None: "–"}[met]] for goal, value, met in goals(results)]
+    return "## Goals\n\nWhat was aimed for, and what this machine measured.\n\n" + table(
+        ["goal", "measured", ""], lines
+    )
+
+
+# --- the document ----------------------------------------------------------------------------------------------------
+
+
+def render(results: Results, sources: Sequence[str]) -> str:
+    parts = [
+        HEAD.format(sources=", ".join(f"`{s}`" for s in sources)),
+        machine_section(results),
+        goals_section(results),
+    ]
+    parts += [save_section(results), reshard_section(results), training_section(results), slice_section(results)]
+    parts.append(plain_section(results, "mount", "The mount", memory=False, limit="plain files"))
+    parts.append(plain_section(results, "small tensors", "3,000 tensors of 4 KiB, one process", memory=True))
+    parts.append(plain_section(results, "imports", "Start of a program", memory=False))
+    return "\n".join(part.strip() + "\n" for part in parts if part)
+
+
+def machine_section(results: Results) -> str:
+    used = sorted(set(results.newest.values()), key=lambda run: results.runs[run].at if run in results.runs else "")
+    facts = [results.runs[run] for run in used if run in results.runs]
+    if not facts:
+        return ""
+    host = facts[-1].host
+    text = (
+        f"{host['cpu']}, {host['cores']} cores, {host['memory_bytes'] / 2**30:.0f} GiB of memory, {host['file_system']}, "
+        f"Linux {host['kernel']}. "
+    )
+    versions = ", ".join(f"{name} {number}" for name, number in facts[-1].versions.items())
+    commands = "\n".join(f"    {line}" for line in dict.fromkeys(f.command for f in facts))
+    return f"## Machine\n\n{text}{versions}.\n\n{commands}\n"
+
+
+def plot(rows: dict[str, Row], title: str, path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "ckptfs"
+    from matplotlib import pyplot
+
+    names = list(reversed(rows))
+    figure, axes = pyplot.subplots(figsize=(7, 0.42 * len(names) + 1))
+    colours = ["#888888" if n == "raw" else "#1f6f8b" if "ckptfs" in n else "#c9ccd1" for n in names]
+    axes.barh(names, [rows[n].rate for n in names], color=colours)
+    for at, name in enumerate(names):
+        axes.text(rows[name].rate, at, f" {rows[name].rate:.2f}", va="center", fontsize=8)
+    axes.set_xlabel("GB/s")
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def write_report(sources: Sequence[Path], out: Path) -> None:
+    if not sources:
+        raise SystemExit("no results: run tools/bench record first, or name a file")
+    results = Results(record for path in sources for record in read(path))
+    if not results.newest:
+        raise SystemExit(f"no measures in {', '.join(map(str, sources))}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for operation, title in (("save", "Save, durable"), ("load", "Load, cold")):
+        rows = results.rows("save and load", operation)
+        if rows:
+            plot(rows, title, out.parent / f"benchmarks-{operation}.svg")
+    out.write_text(render(results, [path.name for path in sources]), encoding="utf-8")
+    print(f"{out} written")

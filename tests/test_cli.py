@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import ml_dtypes
@@ -197,6 +198,34 @@ def test_interrupted(place):
         watching.send_signal(signal.SIGINT)
         out, err = watching.communicate(timeout=30)
         assert (out, err, watching.returncode) == ("", "", 130)
+
+
+def test_interrupted_at_work(place, monkeypatch, capfd):
+    """Ctrl-C ends the threads too, and leaves nothing half written."""
+
+    def interrupt(self, done, total):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bar, "__call__", interrupt)
+    assert main(["verify", "run7"]) == 130
+    assert main(["export", "run7", "out"]) == 130
+    assert main(["export", "run7", "out.safetensors"]) == 130
+    assert capfd.readouterr() == ("", "")
+    assert os.listdir(place) == ["run7"]
+    assert not [thread.name for thread in threading.enumerate() if "verify" in thread.name]
+
+
+def test_runs_on_s3(cli, place, s3_server):
+    url = f"{s3_server.fresh_url()}/run"
+    options = [word for key, value in s3_server.options.items() for word in ("-o", f"{key}={json.dumps(value)}")]
+    cli("export", "run7", "w.safetensors")
+    cli("import", "w.safetensors", f"{url}@5", *options)
+    assert [row["step"] for row in call_json(cli, "ls", url, *options)["steps"]] == [5]
+    assert call_json(cli, "verify", f"{url}@5", *options)["ok"]
+    found = call_json(cli, "show", url, "model/norm.weight[:2]", *options)
+    assert found["values"] == [1.0, 1.0]
+    cli("export", f"{url}@latest", "back.safetensors", *options)
+    assert (place / "back.safetensors").read_bytes() == (place / "w.safetensors").read_bytes()
 
 
 # --- ls, show --------------------------------------------------------------------------------------------

@@ -56,6 +56,30 @@ def test_a_leased_step_is_not_deleted(run):
     assert run.steps() == []
 
 
+def test_followers_on_s3(s3_server):
+    """Two clients of a real server: one saves and deletes behind the other, which misses nothing."""
+    url = f"{s3_server.fresh_url()}/run"
+    saver, reader = ckptfs.Run(url, **s3_server.options), ckptfs.Run(url, **s3_server.options)
+    save(saver, 1)
+    found = reader.watch(every=True, idle_timeout_s=30)
+    first = next(found)
+    for step in (2, 3, 4):
+        save(saver, step)
+        assert not any(delete(saver, old) for old in saver.steps()[:-1])
+    got = [first.step]
+    for checkpoint in found:
+        assert (checkpoint["w"].numpy() == checkpoint.step).all()
+        got.append(checkpoint.step)
+        assert delete(saver, checkpoint.step - 1)
+        assert not delete(saver, checkpoint.step)
+        if checkpoint.step == 4:
+            break
+    found.close()
+    assert got == [1, 2, 3, 4]
+    assert delete(saver, 4)
+    assert saver.store.children(lease.FOLDER)[1] == []
+
+
 def test_what_is_not_there_cannot_be_leased(run):
     with pytest.raises(NotFoundError, match="step-00000001 is not a committed step"):
         lease.take(run.store, "step-00000001")

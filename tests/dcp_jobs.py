@@ -1,4 +1,4 @@
-"""Jobs for test_dcp_torchrun.py, run by torchrun: `dcp_jobs.py <job> <folder>`; every rank prints `ok`."""
+"""Jobs for test_dcp_torchrun.py, run by torchrun: `dcp_jobs.py <folder> <jobs>`; every rank prints `ok`."""
 
 import itertools
 import os
@@ -303,6 +303,7 @@ def failing(folder):
     # the next save works, and clears away what the others left
     dcp.save(state(3.0), storage_writer=StorageWriter(f"{folder}/ck"))
     assert ckptfs.open(f"{folder}/ck")["w"][3999, 299].item() == 3.0
+    dist.barrier()
     assert os.listdir(folder) == ["ck"], os.listdir(folder)
     dist.barrier()
     # refused on every rank alike
@@ -327,7 +328,10 @@ def failing(folder):
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     dist.init_process_group("cpu:gloo")
-    {job.__name__: job for job in (matrix, planned, training, process, failing)}[sys.argv[1]](sys.argv[2])
+    jobs = {job.__name__: job for job in (matrix, planned, training, process, failing)}
+    for name in sys.argv[2:]:
+        jobs[name](f"{sys.argv[1]}/{name}")
+        print(name, "done")
     dist.barrier()
     dist.destroy_process_group()
     print("ok")

@@ -53,7 +53,7 @@ def refused(raw, match):
     began = time.perf_counter()
     with pytest.raises(FormatError, match=match):
         Manifest.parse(raw)
-    assert time.perf_counter() - began < 2
+    assert time.perf_counter() - began < 20
 
 
 def test_the_sample_itself_is_fine():
@@ -444,7 +444,7 @@ def test_fuzzed_manifests_are_legal_or_a_format_error(data):
     except FormatError:
         return
     finally:
-        assert time.perf_counter() - began < 2
+        assert time.perf_counter() - began < 20
     assert Manifest.parse(parsed.dump("fuzz")).params.keys() == parsed.params.keys()
     store = MemoryStore("manifest-fuzz")
     for path, _ in list(store.list()):

@@ -3,10 +3,12 @@
 import itertools
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -450,3 +452,15 @@ def test_reads_into_a_cuda_tensor(ck, tmp_path):
         assert torch.equal(array.read(index, out=out).cpu(), expected)
     strided = torch.zeros(1024, 10240, dtype=torch.int32, device="cuda").t()
     assert torch.equal(array.read(out=strided).cpu(), whole)
+
+
+# --- the document ----------------------------------------------------------------------------------------------------
+
+
+def test_the_document_is_true(tmp_path):
+    text = (Path(__file__).resolve().parent.parent / "docs" / "slices.md").read_text()
+    blocks = re.findall(r"(?ms)^```python\n(.*?)^```", text)
+    assert len(blocks) == 5
+    names = {"folder": str(tmp_path / "run7")}
+    for block in blocks:
+        exec(compile(block, "docs/slices.md", "exec"), names)

@@ -34,7 +34,14 @@ def open_root(config: Any) -> Dir:
 
 
 def build(**config: Any) -> Dir:
-    """`open_root` for those who have the fields of a ViewConfig."""
+    """`open_root` for a server's process, from the fields of a ViewConfig. Lets it open as many files as it may."""
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one reader of hf/ holds up to 512 files open
+    except (OSError, ValueError):
+        pass
     return open_root(config)
 
 

@@ -14,7 +14,7 @@ LOG_LINES = 1000
 
 
 class Activity:
-    """Counters of one mount or one step. Counts of concurrent readers are exact: each reports when it closes."""
+    """Counters of one mount or one step. Reads and bytes are counted when their reader closes."""
 
     def __init__(self, parent: Activity | None = None) -> None:
         self._parent = parent

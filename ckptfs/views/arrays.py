@@ -93,7 +93,9 @@ def raw_file(source: Source, param: Param) -> StepFile:
 
 
 def is_direct(source: Source, param: Param) -> bool:
-    return param.nbytes == 0 or source.is_direct(Stored(param.name, param.shape, param.dtype.name))
+    return source.is_local and (
+        param.nbytes == 0 or source.is_direct(Stored(param.name, param.shape, param.dtype.name))
+    )
 
 
 def _links(source: Source, shown: Callable[[str], str] = str) -> Iterable[tuple[str, Node]]:

@@ -49,7 +49,10 @@ class Tensor:
 
 
 def hf_dir(source: Source) -> Dir:
-    return Dir(lambda: _children(source), version=source.version, mtime_ns=source.mtime_ns)
+    """Blocking on object stores, because config.json has a say in it."""
+    return Dir(
+        lambda: _children(source), version=source.version, mtime_ns=source.mtime_ns, blocking=not source.is_local
+    )
 
 
 def is_empty_model(source: Source) -> bool:
@@ -232,5 +235,5 @@ def _file(source: Source, name: str, part: list[Tensor]) -> StepFile:
         return out
 
     size = len(head) + sum(tensor.nbytes for tensor in ordered)
-    direct = all(tensor.nbytes == 0 or source.is_direct(tensor.array) for tensor in ordered)
+    direct = source.is_local and all(tensor.nbytes == 0 or source.is_direct(tensor.array) for tensor in ordered)
     return StepFile(source, f"hf/{name}", size, segments, blocking=not direct)

@@ -70,13 +70,19 @@ class Shared:
         pause = threading.Event()
         while True:
             pause.wait(max(0.05, self.config.linger_s / 4))
-            with self._lock:
-                idle = [source for source in self._sources if source.rest()]
-                self._sources.difference_update(idle)
-                if not self._sources:
-                    self._sweeping = False
-                    return
-            del idle
+            if self._sweep_once():
+                return
+
+    def _sweep_once(self) -> bool:
+        """Whether nobody is left to look after."""
+        with self._lock:
+            sources = list(self._sources)
+        for source in sources:
+            source.rest()  # may ask a store, so nobody waits for the lock meanwhile
+        with self._lock:
+            self._sources.difference_update([source for source in sources if not source.is_lingering])
+            self._sweeping = bool(self._sources)
+            return not self._sweeping
 
 
 class Source:
@@ -105,7 +111,8 @@ class Source:
         self.mtime_ns = _nanoseconds(self.manifest.created)
         self.activity = Activity(shared.activity)
         self._lock = threading.Lock()
-        self._users = 0
+        self._users = 0  # open files
+        self._making = 0  # windows, also those made ahead for files that are closed by now
         self._idle_since = 0.0
         self._lease: lease.Lease | None = None
         self._may_lease = True
@@ -180,18 +187,24 @@ class Source:
             _log.warning("%s: no lease, so retention may delete it while it is read: %s", self.url, error)
             return None
 
-    def rest(self) -> bool:
-        """Let go of lease and buffers if nobody has used the step for a while; whether nothing is left to wait for."""
+    @property
+    def is_lingering(self) -> bool:
+        """Nobody has a file open, but the lease is still held."""
+        return self._users == 0 and self._lease is not None
+
+    def rest(self) -> None:
+        """Let go of lease and buffers if nobody has used the step for a while."""
         with self._lock:
-            if self._users:
-                return True  # `leave` asks again
-            if time.monotonic() - self._idle_since < self.config.linger_s:
-                return False
+            if self._users or time.monotonic() - self._idle_since < self.config.linger_s:
+                return
             held, self._lease = self._lease, None
-            self.checkpoint.close()
+            if not self._making:
+                self.checkpoint.close()  # opens its buffers again when they are needed
         if held is not None:
-            held.release()
-        return True
+            try:
+                held.release()
+            except CkptError as error:
+                _log.warning("%s: a lease could not be released: %s", self.url, error)
 
     # --- content ---------------------------------------------------------------------------------------
 
@@ -207,6 +220,8 @@ class Source:
         if direct is not None:
             return direct
         window_bytes = self._window_bytes(array)
+        if isinstance(array, Stored):
+            key = self.checkpoint.param(array.name).path  # the same windows for params/, raw/ and hf/
         return [
             produced(
                 self.shared.windows,
@@ -274,7 +289,13 @@ class Source:
             finish.append(plan.finish)
             at += box.size
         wanted = [(self.checkpoint.param(name), targets) for name, targets in work.items()]
-        self.checkpoint.read_boxes(wanted, verify="full")
+        with self._lock:
+            self._making += 1
+        try:
+            self.checkpoint.read_boxes(wanted, verify="full")
+        finally:
+            with self._lock:
+                self._making -= 1
         for step in finish:
             step()
 

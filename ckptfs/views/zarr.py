@@ -30,8 +30,13 @@ _WINDOW_BYTES = 4 << 20
 
 
 def zarr_dir(source: Source) -> Dir:
-    """Blocking where a document has to be asked for: one that this version would write differently."""
-    return Dir(lambda: tree(source, _entries(source)), version=source.version, mtime_ns=source.mtime_ns)
+    """Blocking on object stores: a document that this version would write differently has to be asked for."""
+    return Dir(
+        lambda: tree(source, _entries(source)),
+        version=source.version,
+        mtime_ns=source.mtime_ns,
+        blocking=not source.is_local,
+    )
 
 
 def _entries(source: Source) -> Iterator[tuple[str, Node]]:

@@ -119,6 +119,7 @@ class Save:
 
     def snapshot(self, value: object) -> None:
         """The part that the caller waits for when there is no hook."""
+        self._saver.copy_first = True
         try:
             self._saver.describe(value)
             self._copy()

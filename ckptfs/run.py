@@ -159,7 +159,7 @@ class Run:
                 save.skip()
             elif points is None:
                 self._background.wait_idle()
-                save.snapshot(value)
+                save.snapshot(value)  # copies before it writes, so that the caller waits for memory only
                 self._background.start(save)
             else:
                 self._save_lazily(save, value, points)

@@ -78,6 +78,7 @@ class Saver:
         self.store, self.request, self.group, self.settings = store, request, group, settings
         self.cache, self.pools = cache, pools
         self.buffer_bytes = settings.buffer_bytes
+        self.copy_first = False  # copy before writing: training waits for the copy alone
         self.phases: dict[str, float] = {}
         self.notes: list[str] = []
         self._unfit: Exception | None = None
@@ -189,7 +190,15 @@ class Saver:
         pool = self.pools.fit(self.buffer_bytes, largest)
         self._stager = Stager(self.plan, pieces, self._started, pool)
         self._pipeline = Pipeline(
-            target, self.plan, self.jobs, self._stager, pool, self.settings, progress=self._beat, check=self._check
+            target,
+            self.plan,
+            self.jobs,
+            self._stager,
+            pool,
+            self.settings,
+            progress=self._beat,
+            check=self._check,
+            copy_first=self.copy_first,
         )
         if self._pipeline.files is not None:
             self._pipeline.files.reserve(then=lambda: self._write_documents(target))
@@ -211,6 +220,7 @@ class Saver:
         for job in self.jobs:
             self._pipeline.feed(job)
         self._stager.wait_landed()
+        self._pipeline.go()
         if self._pipeline.files is not None:
             self._pipeline.files.wait_reserved()
         self._held = []
@@ -224,7 +234,11 @@ class Saver:
                 if data.nbytes <= _SMALL:
                     data = data.cpu() if getattr(data, "is_cuda", False) else data
                     found[held.desc.name] = digest(as_numpy(data).tobytes()).hex()[:16]
-                elif data.flags.c_contiguous if isinstance(data, np.ndarray) else data.is_contiguous() and not data.is_cuda:
+                elif (
+                    data.flags.c_contiguous
+                    if isinstance(data, np.ndarray)
+                    else data.is_contiguous() and not data.is_cuda
+                ):
                     found[held.desc.name] = digest(b"".join(_samples(data, 16, 4096))).hex()[:16]
         return found
 

@@ -186,6 +186,7 @@ class Pipeline:
         *,
         progress: Callable[[int], None] = lambda done: None,
         check: Callable[[], None] = lambda: None,
+        copy_first: bool = False,  # write when all is copied or no buffer is left: who copies is in a hurry
     ) -> None:
         self._store, self._plan, self._stager, self._pool = store, plan, stager, pool
         self._progress, self._check = progress, check
@@ -196,6 +197,9 @@ class Pipeline:
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[Job, Any, list[Any]] | None] = queue.SimpleQueue()
         self.files = Files(store, plan, jobs, settings.small_file_bytes) if store.positional else None  # type: ignore[arg-type]
+        self._go = threading.Event()
+        if not copy_first:
+            self._go.set()
         # No more threads than there are jobs: a tiny save starts one.
         self._threads = [
             threading.Thread(target=self._run, name=f"ckptfs-write-{i}", daemon=True)
@@ -218,9 +222,14 @@ class Pipeline:
     def _acquire(self) -> Any:
         while True:
             try:
-                return self._pool.acquire(1.0)
+                return self._pool.acquire(1.0 if self._go.is_set() else 0.0)
             except StorageError:
+                self._go.set()
                 self._raise_if_broken()  # else: just a slow store
+
+    def go(self) -> None:
+        """Everything is copied: write, if that has not begun yet."""
+        self._go.set()
 
     def _raise_if_broken(self) -> None:
         if self._error is not None:
@@ -243,6 +252,7 @@ class Pipeline:
 
     def stop(self) -> None:
         """End the threads, whatever happened."""
+        self._go.set()
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -252,6 +262,7 @@ class Pipeline:
             self.files.close()
 
     def _run(self) -> None:
+        self._go.wait()
         while True:
             item = self._queue.get()
             if item is None:

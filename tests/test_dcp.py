@@ -1,9 +1,11 @@
 """The DCP plug-in in one process: trees, values, what DCP's tools do with it, and the defects it must not have."""
 
 import argparse
+import io
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,7 @@ from ckptfs.convert.safetensors import export_folder
 from ckptfs.errors import CkptError, CorruptError, ExistsError, MismatchError, SaveError
 from ckptfs.storage import FaultOps, FaultPlan, FileOps, SimulatedCrash
 from ckptfs.verify import verify
+from ckptfs.views import open_root, resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -488,3 +491,28 @@ def test_a_ticket_is_left_where_it_is_unpickled():
     assert dcp_plan.take_ticket("/a", "ck") == ticket
     with pytest.raises(CkptError, match="coordinating rank"):
         dcp_plan.take_ticket("/a", "ck")
+
+
+# --- views and the document --------------------------------------------------------------------------------
+
+
+def test_what_a_mount_would_show(at):
+    value = {"model": {"layer.weight": torch.randn(30, 4), "n": torch.arange(5)}}
+    save(value, f"{at}@1")
+    file = resolve(open_root(f"{at}@1"), "params/model/layer.weight.npy")
+    found = np.load(io.BytesIO(file.read_bytes()))
+    assert np.array_equal(found, value["model"]["layer.weight"].numpy())
+
+
+def test_the_document(tmp_path):
+    text = (Path(__file__).parent.parent / "docs/dcp.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = {"state_dict": {"a": torch.ones(3), "b": 2}}
+    try:
+        for block in blocks[:3]:
+            exec(compile(block.replace("/ckpts", str(tmp_path)), "docs/dcp.md", "exec"), names)
+            if "future" in names:
+                names.pop("future").result()
+    finally:
+        adapter.uninstall()
+    assert ckptfs.Run(tmp_path / "run7").steps() == [1000, 1100]

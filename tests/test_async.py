@@ -3,9 +3,12 @@
 import logging
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -633,6 +636,35 @@ def test_a_zombie_whose_folder_was_taken_away_commits_nothing(tmp_path):
         commit.publish(store, "step-00000001", ".step-00000001.id.saving", b"{}", overwrite=False, claim=claim)
     claim.close()
     assert not commit.exists(store, "step-00000001")
+
+
+# --- the document ----------------------------------------------------------------------------------------------------
+
+
+def test_the_examples_of_the_document_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parent.parent / "docs" / "async.md").read_text()
+    training = Training(0)
+    steps = []
+
+    def train_step(model, optimizer):
+        steps.append(1)
+        if len(steps) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    names = {
+        "ckptfs": ckptfs,
+        "model": training.model,
+        "optimizer": training.optimizer,
+        "loader": [torch.randn(4, 64) for _ in range(501)],
+        "train_step": train_step,
+    }
+    before = signal.getsignal(signal.SIGTERM)
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, names)
+    names["stop"].uninstall()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert ckptfs.Run("ckpts/run7").steps() == [0, 500, 1002]
 
 
 # --- GPUs ------------------------------------------------------------------------------------------------------------

@@ -114,7 +114,8 @@ class Source:
         self._users = 0  # open files
         self._making = 0  # windows, also those made ahead for files that are closed by now
         self._idle_since = 0.0
-        self._lease: lease.Lease | None = None
+        self._held: list[lease.Lease] = []  # one at most
+        weakref.finalize(self, _release, self.url, self._held)  # also when the interpreter ends
         self._may_lease = True
         self._checked: dict[str, bytearray] = {}
         self._space = threading.local()
@@ -163,8 +164,8 @@ class Source:
     def enter(self) -> None:
         """A file is being opened."""
         with self._lock:
-            if self._lease is None and self._may_lease:
-                self._lease = self._take()
+            if not self._held and self._may_lease:
+                self._held += self._take()
             self._users += 1
 
     def leave(self) -> None:
@@ -177,34 +178,31 @@ class Source:
         elif is_idle:
             self.shared.watch(self)
 
-    def _take(self) -> lease.Lease | None:
+    def _take(self) -> list[lease.Lease]:
         try:
-            return lease.take(self.run, self.name)
+            return [lease.take(self.run, self.name)]
         except NotFoundError as error:
             raise StaleError(f"{self.url} was deleted: list the run again") from error
         except CkptError as error:
             self._may_lease = False
             _log.warning("%s: no lease, so retention may delete it while it is read: %s", self.url, error)
-            return None
+            return []
 
     @property
     def is_lingering(self) -> bool:
         """Nobody has a file open, but the lease is still held."""
-        return self._users == 0 and self._lease is not None
+        return self._users == 0 and bool(self._held)
 
     def rest(self) -> None:
         """Let go of lease and buffers if nobody has used the step for a while."""
         with self._lock:
             if self._users or time.monotonic() - self._idle_since < self.config.linger_s:
                 return
-            held, self._lease = self._lease, None
+            held = self._held.copy()
+            self._held.clear()
             if not self._making:
                 self.checkpoint.close()  # opens its buffers again when they are needed
-        if held is not None:
-            try:
-                held.release()
-            except CkptError as error:
-                _log.warning("%s: a lease could not be released: %s", self.url, error)
+        _release(self.url, held)
 
     # --- content ---------------------------------------------------------------------------------------
 
@@ -338,6 +336,14 @@ class Source:
         read_local(self.path(param.file(file)), offset, view)
         low, high = int(table.start[number]), int(table.stop[number])
         check_extents(param, Request(file, offset, length, low, high, number, number + 1), view, self.url)
+
+
+def _release(url: str, held: list[lease.Lease]) -> None:
+    for one in held:
+        try:
+            one.release()
+        except CkptError as error:
+            _log.warning("%s: a lease could not be released: %s", url, error)
 
 
 def read_local(path: str, offset: int, view: memoryview) -> None:

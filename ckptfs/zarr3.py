@@ -98,7 +98,7 @@ def path_of_name(name: str) -> str:
 
 # What stands in a component besides itself: see docs/tree.md.
 _ESCAPES = {"%25": b"%", "%2F": b"/", "%40": b"@", "%7E": b"~", "%00": b""}
-_TOKEN = re.compile(r"%25|%2F|%40|%7E|%ED%[AB][0-9A-F]%[89AB][0-9A-F]|~\d+(?:@rank\d+)?\Z|~|%|[^%~]+")
+_MARK = re.compile(r"%25|%2F|%40|%7E|%ED%[AB][0-9A-F]%[89AB][0-9A-F]|~\d+(?:@rank\d+)?\Z|~|%|[^%~]+")
 
 
 def _node_of(part: str, name: str, *, top: bool) -> str:
@@ -106,18 +106,18 @@ def _node_of(part: str, name: str, *, top: bool) -> str:
         return _EMPTY
     head = 3 if part.startswith("%00") else 0  # an empty key with a suffix
     raw, node = b"", ""
-    for token in _TOKEN.findall(part[head:]):
-        if token == "%":
-            raise FormatError(f"parameter name {name!r:.300}: '%' stands only in %25, %2F, %40, %7E, %00 and surrogates")
-        if token in _ESCAPES:
-            value = _ESCAPES[token]
-        elif token.startswith("%ED"):
-            value = bytes.fromhex(token.replace("%", ""))
+    for mark in _MARK.findall(part[head:]):
+        if mark == "%":
+            raise FormatError(f"parameter name {name!r:.300}: '%' stands only in %25, %2F, %40, %7E and %00")
+        if mark in _ESCAPES:
+            value = _ESCAPES[mark]
+        elif mark.startswith("%ED"):
+            value = bytes.fromhex(mark.replace("%", ""))
         else:
-            value = token.encode("utf-8", "surrogatepass")
+            value = mark.encode("utf-8", "surrogatepass")
         raw += value
         # Suffixes ("@rank0", "~2") stand as they are; the same characters in a key are escaped, so they never meet.
-        node += token if token == "%40" or token[:1] == "~" != token else _plain(value)
+        node += mark if mark == "%40" or mark[:1] == "~" != mark else _plain(value)
     return _fit(node, part.encode("utf-8", "surrogatepass") if "~" in node or "%40" in node else raw, top=top)
 
 

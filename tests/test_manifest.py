@@ -49,7 +49,7 @@ def lie(change):
     return sealed(data)
 
 
-def refused(raw, match):
+def refused(raw, match=None):
     began = time.perf_counter()
     with pytest.raises(FormatError, match=match):
         Manifest.parse(raw)
@@ -100,11 +100,11 @@ def test_something_behind_the_end():
 
 
 def test_deep_nesting():
-    refused(sealed(b'{"format":"ckptfs","tree":' + b"[" * 100_000 + b"]" * 100_000), "")
+    refused(sealed(b'{"format":"ckptfs","tree":' + b"[" * 100_000 + b"]" * 100_000))
 
 
 def test_huge_integer():
-    refused(sealed(b'{"format":"ckptfs","reader":1,"step":' + b"9" * 100_000), "")
+    refused(sealed(b'{"format":"ckptfs","reader":1,"step":' + b"9" * 100_000))
 
 
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
@@ -154,14 +154,14 @@ def test_a_writer_of_the_future_can_be_read():
 @pytest.mark.parametrize("value", [None, 1.5, [], "zz", -1])
 def test_heads_of_wrong_types(key, value):
     if type(DATA[key]) is not type(value):
-        refused(lie(lambda d: d.update({key: value})), "")
+        refused(lie(lambda d: d.update({key: value})))
 
 
 @pytest.mark.parametrize(
     "key", ["reader", "writer", "save_id", "created", "world", "params", "aliases", "assets", "root_xxh3", "maps"]
 )
 def test_a_missing_head(key):
-    refused(lie(lambda d: d.pop(key)), "")
+    refused(lie(lambda d: d.pop(key)))
 
 
 @pytest.mark.parametrize("step", ["1", -1, 1.0, True, 1 << 70])
@@ -240,7 +240,7 @@ def test_extents_of_impossible_lengths(run):
 
 @pytest.mark.parametrize("run", [[1], [1, 2, 3], [], 7, None, "ab"])
 def test_extents_that_are_no_pairs(run):
-    refused(lie(lambda d: d["params"]["w"]["extents"].append(run)), "")
+    refused(lie(lambda d: d["params"]["w"]["extents"].append(run)))
 
 
 def test_a_run_of_very_many_extents():
@@ -254,7 +254,7 @@ def test_too_few_and_too_many_checksums():
 
 @pytest.mark.parametrize("text", ["0", "g" * 32, " " * 32, "0" * 31, "00 " * 32 + "0" * 32, "é" * 32])
 def test_checksums_that_are_none(text):
-    refused(lie(lambda d: d["params"]["s"].update(xxh3=text)), "")
+    refused(lie(lambda d: d["params"]["s"].update(xxh3=text)))
 
 
 @pytest.mark.parametrize("text", ["", "0" * 31, "G" * 32, "0" * 32 + "\n", "A" * 32])
@@ -365,7 +365,7 @@ def test_assets_that_leave_the_step(path):
     "entry", [None, 1, [], {}, {"bytes": 1}, {"bytes": -1, "xxh3": "0" * 32}, {"bytes": 1, "xxh3": 5}]
 )
 def test_assets_that_are_none(entry):
-    refused(lie(lambda d: d["assets"].update(x=entry)), "")
+    refused(lie(lambda d: d["assets"].update(x=entry)))
 
 
 # --- aliases -------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_aliases_that_go_round_or_nowhere(aliases):
 
 @pytest.mark.parametrize("target", [None, 1, ["w"], {"w": 1}, True])
 def test_aliases_of_what_is_no_name(target):
-    refused(lie(lambda d: d.update(aliases={"x": target})), "")
+    refused(lie(lambda d: d.update(aliases={"x": target})))
 
 
 def test_an_alias_with_the_name_of_an_array():

@@ -191,7 +191,8 @@ class LazyArray(ABC):
 
         selection = select(index, self.shape, self.name)
         out = torch.empty(selection.shape, dtype=self.element.torch)
-        self._into(selection, as_numpy(out))
+        plain = out if self.element.native else out.view(torch.int16 if self.element.itemsize == 2 else torch.uint8)
+        self._into(selection, plain.numpy().view(self.element.carrier))
         return out
 
     def __getitem__(self, index: Any) -> Tensor:

@@ -259,6 +259,12 @@ def process(folder):
         )
         future.result()
         assert ckptfs.open(f"{folder}/run@{step}")["w"][...].tolist() == (torch.arange(40.0) * step).tolist()
+    refused = dcp.async_save(
+        state,
+        storage_writer=StorageWriter(f"{folder}/run@2", overwrite=False),
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+    )
+    assert isinstance(failure(refused.result)[0][0], ExistsError)
     dist.barrier()
 
 

@@ -22,16 +22,21 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     _EmptyStateDictLoadPlanner,
 )
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _load_state_dict_from_keys
 
 import ckptfs
-from ckptfs import tree
+from ckptfs import dtypes, tree
 from ckptfs.adapters import dcp as adapter
 from ckptfs.adapters import dcp_plan, dcp_tree
 from ckptfs.adapters.dcp import StorageReader, StorageWriter
 from ckptfs.adapters.dcp_paths import locate
+from ckptfs.box import Box, split_evenly
 from ckptfs.convert.safetensors import export_folder
 from ckptfs.errors import CkptError, CorruptError, ExistsError, MismatchError, SaveError
+from ckptfs.grid import Layout
+from ckptfs.saveplan import Array, Options, merge
 from ckptfs.storage import FaultOps, FaultPlan, FileOps, SimulatedCrash
 from ckptfs.verify import verify
 from ckptfs.views import open_root, resolve
@@ -366,7 +371,10 @@ def test_integers_in_every_view(at):
 
 
 def test_errors_that_except_exception_catches(at):
-    with pytest.raises(SaveError, match=r"not a committed|no committed|has no step"), adapter.plain_errors():
+    with (
+        pytest.raises(CkptError, match=r"(?s)'plan' phase.*rank 0.*(not a committed|no committed|has no step)"),
+        adapter.plain_errors(),
+    ):
         load({"a": torch.zeros(2)}, f"{at}@1")
     save({"a": torch.zeros(2)}, f"{at}@1")
     with pytest.raises(ExistsError, match="overwrite=True"), adapter.plain_errors():
@@ -394,6 +402,52 @@ def test_read_metadata_takes_no_keywords():
 
     assert list(inspect.signature(StorageReader.read_metadata).parameters) == ["self"]
     assert "kwargs" in inspect.signature(StorageWriter.set_up_storage_writer).parameters
+
+
+def test_ranks_that_store_an_array_differently_are_found_out():
+    dtype = dtypes.of("float32")
+    wide, tall = Layout((8, 6), 4, (8, 3), (8, 3)), Layout((8, 6), 4, (8, 6), (8, 6))
+    reports = [
+        dcp_plan.unpack(dcp_plan.pack(dcp_plan.Report([Array("a", dtype, layout, None)], [], {}), 1 << 20))
+        for layout in (wide, wide, tall)
+    ]
+    arrays, _, _ = dcp_plan.unite(reports[:2])
+    assert [array.layout for array in arrays] == [wide]
+    with pytest.raises(MismatchError, match=r"'a'.*enable_plan_caching"):
+        dcp_plan.unite(reports)
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.integers(0, 1), st.booleans())
+def test_what_the_ranks_write_tiles_every_array(rows, columns, parts, dim, compressed):
+    """Layouts from the coordinator, pieces from each rank on its own: together each byte exactly once."""
+    options = Options(chunk_bytes=256, block_bytes=512, compression=(("*", "zstd"),) if compressed else ())
+    boxes = []
+    for low, high in split_evenly((rows, columns)[dim], parts):
+        start, stop = [0, 0], [rows, columns]
+        start[dim], stop[dim] = low, high
+        boxes.append(Box(tuple(start), tuple(stop)))
+    plans = [SavePlan([write_item(box, (rows, columns))]) for box in boxes]
+    written = []
+    for plan, attached in zip(plans, dcp_plan.attach(plans, dcp_plan.Ticket("/", "a", "1"), options), strict=True):
+        attached = pickle.loads(pickle.dumps(attached))
+        array = dcp_plan.array_of(plan.items[0], "a", dtypes.of("float32"), attached, options)
+        written += array.layout.ranges(dcp_plan.box_of(plan.items[0]))
+        if array.layout.many:
+            assert array.codec is not None
+    ends = merge(written)
+    if array.layout.many:
+        size = array.layout.block_bytes
+        assert sum(b - a for a, b in ends) == sum(array.layout.used_bytes(b) for b in range(array.layout.blocks))
+        assert all(a % size == 0 for a, _ in ends)
+    else:
+        assert ends == [(0, array.layout.logical_bytes)]
+    assert sum(b - a for a, b in written) == sum(b - a for a, b in ends)
+
+
+def write_item(box, shape):
+    chunk = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
+    data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size(shape))
+    return WriteItem(MetadataIndex("a", box.start), WriteItemType.SHARD, tensor_data=data)
 
 
 # --- targets ---------------------------------------------------------------------------------------------

@@ -52,7 +52,11 @@ def _plain(error: CheckpointException) -> CkptError:
         and len({type(one) for one in found.values()}) == 1
     ):
         return type(first)("; ".join(f"rank {rank}: {one}" for rank, one in found.items()))
-    return SaveError(f"torch.distributed.checkpoint failed in its {error.args[0]!r} phase", text)
+    phase = str(error.args[0])
+    message = f"torch.distributed.checkpoint failed in its {phase!r} phase"
+    if phase == "write":
+        return SaveError(message, text)
+    return CkptError("\n".join([message, *(f"  rank {rank}: {one}" for rank, one in text.items())]))
 
 
 def install(*, everywhere: bool = False) -> None:
@@ -68,7 +72,7 @@ def install(*, everywhere: bool = False) -> None:
         _replaced.append((module, _CHOOSER, original))
         setattr(module, _CHOOSER, _chooser(original, everywhere=everywhere))
     if everywhere:
-        for name, ours in (("FileSystemWriter", StorageWriter), ("FileSystemReader", _reader)):
+        for name, ours in (("FileSystemWriter", StorageWriter), ("FileSystemReader", _AnyReader)):
             _replaced.append((torch_dcp, name, getattr(torch_dcp, name)))
             setattr(torch_dcp, name, ours)
 
@@ -92,11 +96,11 @@ def _chooser(original: Any, *, everywhere: bool) -> Any:
     return storage_setup
 
 
-def _reader(path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+class _AnyReader(FileSystemReader):
     """In FileSystemReader's place: ours for what is ours."""
-    if StorageReader.validate_checkpoint_id(path):
-        return StorageReader(path)
-    return FileSystemReader(path, *args, **kwargs)
+
+    def __new__(cls, path: str | os.PathLike[str], *_args: Any, **_kwargs: Any) -> Any:
+        return StorageReader(path) if StorageReader.validate_checkpoint_id(path) else super().__new__(cls)
 
 
 __all__ = ["StorageReader", "StorageWriter", "install", "plain_errors", "uninstall"]

@@ -27,7 +27,7 @@ from ckptfs.stage import Pools, Stager, Started, copies_of_unowned
 from ckptfs.write import Pipeline
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ckptfs.settings import Settings
     from ckptfs.shards import Held
@@ -47,7 +47,7 @@ class Request:
     topic: str
     overwrite: bool = False
     compression: tuple[tuple[str, str | None], ...] = ()
-    assets: Mapping[str, bytes] = field(default_factory=dict)
+    assets: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] = field(default_factory=dict)  # asked of the leader
     maps: Mapping[str, Any] = field(default_factory=dict)
     allow_pickle: bool = False
 
@@ -112,6 +112,8 @@ class Saver:
     def _describe(self, value: object, owned: set[int] | None) -> int:
         request, rank = self.request, self.group.rank
         node, leaves = tree.flatten(value, rank=rank, allow_pickle=request.allow_pickle)
+        if rank == 0:
+            self._assets = request.assets() if callable(request.assets) else request.assets
         self._held, self._ties = tie([hold(leaf.name, leaf.value, rank) for leaf in leaves])
         copied = 0 if owned is None else copies_of_unowned(self._held, owned)
         self._started = Started.now()  # after these copies: what is queued on the caller's streams comes first
@@ -319,7 +321,7 @@ class Saver:
             reports,
             save_id=save_id,
             step=self.request.step,
-            assets=self.request.assets,
+            assets=self._assets,
             maps=self.request.maps,
         )
         commit.publish(

@@ -178,7 +178,7 @@ class Run:
     ) -> Request:
         if type(step) is not int or step < 0:
             raise MismatchError(f"a step is a whole number from 0 on, not {step!r}")
-        files = read_assets(assets) if self.group.rank == 0 else {}
+        files = partial(read_assets, assets)
         return Request(
             commit.step_name(step),
             step,
@@ -276,7 +276,7 @@ def patterns_of(compression: Any) -> tuple[tuple[str, str | None], ...]:
     """None, one codec for all, or {pattern: codec} with the first match winning."""
     if compression is None:
         return ()
-    table = {"*": compression} if isinstance(compression, str) else dict(compression)
+    table = dict(compression) if isinstance(compression, Mapping) else {"*": compression}
     for pattern, codec in table.items():
         if codec not in (None, "zstd", "blosc"):
             raise MismatchError(f"compression {codec!r} for {pattern!r}: possible are None, 'zstd' and 'blosc'")
@@ -295,6 +295,8 @@ def read_assets(assets: Any) -> dict[str, bytes]:
     out = {}
     for path, data in dict(assets).items():
         check_relative(path)
+        if not isinstance(data, (str, bytes, bytearray, memoryview)):
+            raise MismatchError(f"assets: {path!r} is a {type(data).__name__}, not text or bytes")
         out[path] = data.encode() if isinstance(data, str) else bytes(data)
     return out
 
@@ -347,9 +349,9 @@ def save(
     """Save a tree as one checkpoint at this path, outside any run. Called by every rank."""
     base, name = _parent(path)
     with Run(base, **options) as run:
-        assets = read_assets(assets) if run.group.rank == 0 else {}
+        files = partial(read_assets, assets)
         request = Request(
-            name, None, f"{run.url}/{name}", overwrite, patterns_of(compression), assets, maps or {}, allow_pickle
+            name, None, f"{run.url}/{name}", overwrite, patterns_of(compression), files, maps or {}, allow_pickle
         )
         return run._save(request, value)  # noqa: SLF001
 

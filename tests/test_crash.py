@@ -278,3 +278,50 @@ def test_a_process_that_is_killed(tmp_path, call, count, overwrite):
         sound(store, 2, 2)
     save(store, 3)
     assert set(os.listdir(store.root)) == {f"step-0000000{s}" for s in {*steps, 3}}
+
+
+# --- mistakes of the caller --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ({"assets": "/nowhere at all"}, "is not a folder"),
+        ({"assets": {"../x": b""}}, "does not stay inside"),
+        ({"assets": {"x": 3.5}}, "text or bytes"),
+        ({"compression": "lz77"}, "'zstd' and 'blosc'"),
+        ({"compression": 3}, "'zstd' and 'blosc'"),
+    ],
+)
+def test_wrong_arguments_are_errors_on_every_rank_at_once(tmp_path, how, match):
+    """Assets are read by the leader alone, and the others must not wait for it."""
+    caught = {}
+
+    def work(rank, group):
+        with ckptfs.Run(tmp_path / "run", group=group, settings=SMALL) as run:
+            try:
+                run.save(1, tree(1), **how)
+            except CkptError as error:
+                caught[rank] = error
+            run.save(2, tree(2))
+
+    on_ranks(2, work)
+    assert set(caught) == {0, 1}
+    assert all(match in str(error) for error in caught.values())
+    assert ckptfs.Run(tmp_path / "run").steps() == [2]
+
+
+def test_a_folder_of_other_things_is_never_replaced(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "precious").write_text("x")
+    for overwrite in (False, True):
+        with pytest.raises(ckptfs.ExistsError, match="is not a checkpoint"):
+            ckptfs.save(tmp_path / "data", tree(1), overwrite=overwrite)
+    assert os.listdir(tmp_path / "data") == ["precious"]
+    assert os.listdir(tmp_path) == ["data"]
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "gs://"])
+def test_a_url_without_a_place_is_refused(url):
+    with pytest.raises(StorageError, match="names no bucket"):
+        ckptfs.Run(url)

@@ -157,6 +157,8 @@ def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
 
         name, _, prefix = rest.strip("/").partition("/")
         return MemoryStore(name, prefix, **options)
+    if not rest.strip("/"):
+        raise StorageError(f"{text!r} names no bucket or folder")
     from ckptfs.storage.remote import FsspecStore
 
     return FsspecStore(text, **options)

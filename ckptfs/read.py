@@ -271,7 +271,7 @@ class Reader:
             return True
         if request.length > self.settings.io_bytes:
             return False
-        self._fetch(param, request, memoryview(flat), last > first)
+        self._fetch(param, request, flat.data, last > first)
         return True
 
     def _copied_run(self, param: Param, request: Request, out: np.ndarray[Any, Any]) -> bool:
@@ -290,9 +290,7 @@ class Reader:
                     high = low + int(table.length[number])
                     out[at - request.offset : high - request.offset] = data[at:high]
                     one = Request(request.file, low, high - low, 0, 0, number, number + 1)
-                    check_extents(
-                        param, one, memoryview(out[low - request.offset : high - request.offset]), self.store.url
-                    )
+                    check_extents(param, one, out[low - request.offset : high - request.offset].data, self.store.url)
                     at = high
             out[at - request.offset :] = data[at:end]
         finally:
@@ -314,7 +312,7 @@ class Reader:
         for block in layout.blocks_of(box):
             origin = layout.block_origin(block)
             part = box & layout.block_box(block)
-            inner, into = part.within(origin), target.out[(*part.within(box.start).slices, ...)]
+            inner, into = part.within(origin), target.out[_inside(part, box)]
             if not self._copied_from(param, block, inner.start, inner.stop, into):
                 return False
         return True
@@ -475,7 +473,12 @@ def _landing(param: Param, target: Target, request: Request) -> memoryview | Non
     low = request.start - first
     if low < 0 or low + request.stop - request.start > out.nbytes:
         return None
-    return memoryview(out.reshape(-1).view(np.uint8))[low : low + request.stop - request.start]
+    return out.reshape(-1).view(np.uint8).data[low : low + request.stop - request.start]
+
+
+def _inside(part: Box, whole: Box) -> tuple[Any, ...]:
+    """The index of a box in an array that holds a larger one; of a 0-d array a view, not a scalar."""
+    return (*part.within(whole.start).slices, ...)
 
 
 def _scatter(param: Param, targets: Sequence[Target], start: int, stop: int, view: memoryview) -> None:
@@ -493,6 +496,6 @@ def _scatter(param: Param, targets: Sequence[Target], start: int, stop: int, vie
             inner = valid & target.box
             if inner.size:
                 np.copyto(
-                    target.out[(..., *inner.within(target.box.start).slices)],
-                    source[(..., *inner.within(padded.start).slices)],
+                    target.out[_inside(inner, target.box)],
+                    source[_inside(inner, padded)],
                 )

@@ -190,7 +190,7 @@ class _Exchange:
     def _read(self, piece: Piece) -> np.ndarray[Any, Any]:
         data = np.empty(piece.request.length, np.uint8)
         try:
-            self._reader.fetch(piece.param, piece.request, memoryview(data))
+            self._reader.fetch(piece.param, piece.request, data.data)
         except CkptError as error:
             self.error = self.error or error
         return data
@@ -217,7 +217,7 @@ class _Exchange:
     def _deliver(self, piece: Piece, data: np.ndarray[Any, Any]) -> int:
         if self.error is None:
             try:
-                self._reader.deliver(piece.param, self._targets[piece.param.name], piece.request, memoryview(data))
+                self._reader.deliver(piece.param, self._targets[piece.param.name], piece.request, data.data)
             except CkptError as error:  # rubbish from a rank that failed to read it
                 self.error = error
         return piece.request.length

@@ -55,6 +55,19 @@ alone.load(tree, rank=rank)
 check(tree)
 counts = {"shared": answers, "alone": alone.bytes_read, "errors": []}
 
+# A module with DTensor parameters: alone each rank reads its own shard, together each byte once.
+net = torch.nn.Module()
+for name, value in target().items():
+    net.register_parameter(name, torch.nn.Parameter(value))
+for how in (False, True):
+    with torch.no_grad():
+        for value in net.parameters():
+            value.zero_()
+    ck = ckptfs.open(url)
+    assert ck.load(net, shared_reads=how, rank=rank) is net
+    check(dict(net.named_parameters()))
+    counts["module shared" if how else "module"] = ck.bytes_read
+
 # One rank's mismatch, and a damaged file that one rank reads: an error on every rank, and nobody hangs.
 wrong = target()
 if rank == 1:
@@ -95,6 +108,8 @@ def test_every_byte_leaves_storage_once(tmp_path, torchrun):
         unique = sum(param.stored_bytes for param in run[1].manifest.params.values())
         assert sum(answer["shared"][at] for answer in answers) == unique
         assert max(answer["shared"][at] for answer in answers) < 0.4 * unique  # a quarter each, but for whole extents
+    assert sum(answer["module shared"] for answer in answers) == runs[0][1].manifest.stored_bytes
+    assert all(answer["module"] == answer["alone"] for answer in answers)
     assert sum(answer["alone"] for answer in answers) > 2 * runs[0][1].manifest.stored_bytes
     for answer in answers:
         assert "shape of plain" in answer["errors"][0]

@@ -112,7 +112,7 @@ class LazyTensor(torch.Tensor):
         made.source, made.view_of_base = source, meta
         return made
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<lazy {list(self.shape)} of {self.source!r}>"
 
     def materialize(self) -> torch.Tensor:

@@ -89,12 +89,13 @@ def files_of(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else [folder]
 
 
-def evict(folder: Path, *, drop_caches: bool = False) -> str:
-    """Make a folder's (or file's) bytes cold; says how. Its bytes must be durable: dirty pages stay."""
+def evict(folder: Path, *, drop_caches: bool = False, durable: bool = False) -> str:
+    """Make a folder's (or file's) bytes cold; says how. Dirty pages would stay, so they are synced."""
     for path in files_of(folder):
         fd = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(fd)
+            if not durable:
+                os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)

@@ -57,7 +57,7 @@ def map_through(path: Path) -> int:
     done = 0
     with safe_open(path, framework="np") as file:
         for name in file.keys():  # noqa: SIM118 - it is no mapping
-            done += int(np.add.reduce(file.get_tensor(name).reshape(-1).view(np.uint8), dtype=np.uint64) >= 0)
+            done += int(file.get_tensor(name).reshape(-1).view(np.uint8).max(initial=0) >= 0)
     return os.path.getsize(path)
 
 
@@ -103,7 +103,7 @@ def measure_mounts(options: Options, folder: Path) -> None:
 
 
 def _copy(here: Path, copy: Path) -> None:
-    """What the mount shows, as plain files; the largest array of the store for the reads that the kernel can pass on."""
+    """What the mount shows, as plain files; the largest file of the store, which the kernel can pass on."""
     (copy / "hf").mkdir(parents=True)
     for path in here.glob("hf/*.safetensors"):
         shutil.copyfile(path, copy / "hf" / path.name)

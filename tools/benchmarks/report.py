@@ -16,19 +16,20 @@ from benchmarks.results import Measure, RunFacts, Skip, read
 
 HEAD = """# Benchmarks
 
-Rendered by `tools/bench report` from {sources}; do not edit. Make your own with `tools/bench record` (about 12 minutes),
-or `tools/bench save slice --size 256M` for a quick look.
+Rendered by `tools/bench report` from {sources}; do not edit. Make your own with `tools/bench record` (about 12
+minutes), or `tools/bench save slice --size 256M` for a quick look.
 
 How it is measured:
 
-- The state is a transformer's fp32 parameters, 300 tensors in memory that has been touched before. Ranks stay alive over
-  all repetitions. In a repetition every system has its turn and the order moves on by one; the first repetition is a
-  warm-up, in which what was loaded is compared with what was saved, and is not counted.
+- The state is a transformer's fp32 parameters, 300 tensors in memory that has been touched before. Ranks stay alive
+  over all repetitions. In a repetition every system has its turn and the order moves on by one; the first repetition
+  is a warm-up, in which what was loaded is compared with what was saved, and is not counted.
 - Tables give the median, and in brackets the smallest and largest repetition. *of raw* is the time of the raw limit
-  divided by the system's time, medians of the same run. The raw limit is the same number of bytes through O_DIRECT by
-  four threads in each rank, in requests of 8 MiB, with nothing done to them; raw writes have their space reserved and end
-  with fsync.
-- Every save is durable when the clock stops: what a library leaves in the page cache is synced inside the measured time.
+  divided by the system's time, medians of the same run. The raw limit is the same number of bytes through O_DIRECT
+  by four threads in each rank, in requests of 8 MiB, with nothing done to them; raw writes have their space reserved
+  and end with fsync.
+- Every save is durable when the clock stops: what a library leaves in the page cache is synced inside the
+  measured time.
 - *cold*: the files' pages are dropped before (posix_fadvise after fsync, or /proc/sys/vm/drop_caches where it says so).
 - torch.save and safetensors write one file for each rank, which no other number of ranks can load: their best case.
 - Memory is the peak of resident memory above what it was before, of the rank that needed most. What a system keeps for
@@ -149,7 +150,8 @@ def about(results: Results, scenario: str) -> str:
     shown = f"{max(sizes) / 1e9:.2f} GB, " if sizes and max(sizes) > 1e6 else ""
     counts = {len(ms) for key, ms in results._table.items() if key[0] == scenario}  # noqa: SLF001
     number = "–".join(str(n) for n in sorted({min(counts), max(counts)})) if counts else "0"
-    return f"{shown}{number} repetitions, {facts.at if facts else 'unknown time'}, machine load before: {facts.host['load_before'] if facts else '?'}.\n"
+    when = f"{facts.at}, machine load before: {facts.host['load_before']}" if facts else "unknown time"
+    return f"{shown}{number} repetitions, {when}.\n"
 
 
 # --- sections --------------------------------------------------------------------------------------------------------
@@ -217,10 +219,14 @@ def training_section(results: Results) -> str:
     ]
     out.append(table(head, lines))
     out.append(
-        "*waited*: the call that begins a save (with its wait for the previous one), and what the optimizer's update took "
-        "longer than without checkpoints. *alone*: one save with nothing beside it.\n"
+        "*waited*: the call that begins a save (with its wait for the previous one), and what the optimizer's update "
+        "took longer than without checkpoints. *alone*: one save with nothing beside it.\n"
     )
     return "\n".join([*out, skip_lines(results, "training")])
+
+
+def _alone(row: Row) -> str:
+    return f"{seconds_text(row.median(lambda m: m.blocked_s) or 0)} / {seconds_text(row.seconds)}"
 
 
 def slice_section(results: Results) -> str:
@@ -374,8 +380,8 @@ def machine_section(results: Results) -> str:
         return ""
     host = facts[-1].host
     text = (
-        f"{host['cpu']}, {host['cores']} cores, {host['memory_bytes'] / 2**30:.0f} GiB of memory, {host['file_system']}, "
-        f"Linux {host['kernel']}. "
+        f"{host['cpu']}, {host['cores']} cores, {host['memory_bytes'] / 2**30:.0f} GiB of memory, "
+        f"{host['file_system']}, Linux {host['kernel']}. "
     )
     versions = ", ".join(f"{name} {number}" for name, number in facts[-1].versions.items())
     commands = "\n".join(f"    {line}" for line in dict.fromkeys(f.command for f in facts))
@@ -387,10 +393,10 @@ def plot(rows: dict[str, Row], title: str, path: Path) -> None:
 
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "ckptfs"
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
     names = list(reversed(rows))
-    figure, axes = pyplot.subplots(figsize=(7, 0.42 * len(names) + 1))
+    figure, axes = plt.subplots(figsize=(7, 0.42 * len(names) + 1))
     colours = ["#888888" if n == "raw" else "#1f6f8b" if "ckptfs" in n else "#c9ccd1" for n in names]
     axes.barh(names, [rows[n].rate for n in names], color=colours)
     for at, name in enumerate(names):
@@ -400,7 +406,7 @@ def plot(rows: dict[str, Row], title: str, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def write_report(sources: Sequence[Path], out: Path) -> None:

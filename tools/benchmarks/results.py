@@ -1,4 +1,4 @@
-"""What a measurement says: one JSON line each. A file of them is only ever appended to, so an interrupted run is usable.
+"""What a measurement says: one JSON line each. A file of them is only appended to: an interrupted run is usable.
 
 A run begins with one line of kind "run" (the machine, the versions, the settings); "measure" lines refer to it by
 `run`; a system that could not be measured leaves a line of kind "skip" with the reason.
@@ -22,7 +22,7 @@ PACKAGES = ("ckptfs", "torch", "safetensors", "tensorstore", "zarr", "numpy", "t
 
 @dataclass(frozen=True)
 class Measure:
-    """One repetition of one operation of one system. Sizes in bytes, times in seconds, memory per rank (the largest)."""
+    """One repetition of one operation of one system. Bytes; seconds; memory of the largest rank."""
 
     run: str
     scenario: str

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.machine import evict, raw_read, raw_write
 from benchmarks.model import State, shapes, size_of
-from benchmarks.systems import ALL, Ckptfs, Job, Safetensors, TensorStore, TorchDcp, TorchSave, ZarrPython, place_of
+from benchmarks.systems import ALL, Ckptfs, Job, Safetensors, TensorStore, TorchDcp, TorchSave, ZarrPython
 
 if TYPE_CHECKING:
     from benchmarks.work import Ranks
@@ -137,12 +137,12 @@ class DcpEngine(Engine):
         import torch
         import torch.distributed.checkpoint as dcp
 
-        for piece in pieces:
-            key = "model." + piece.name
+        keys = ["model." + piece.name for piece in pieces]
+        for key in keys:
             if key not in self._whole:
-                self._whole.clear()
                 self._whole[key] = torch.zeros(self._shapes[key])
-            dcp.load({key: self._whole[key]}, checkpoint_id=str(self.place), no_dist=True)
+        dcp.load({key: self._whole[key] for key in keys}, checkpoint_id=str(self.place), no_dist=True)
+        for key, piece in zip(keys, pieces, strict=True):
             torch.from_numpy(piece.out).copy_(self._whole[key][piece.index])
 
 
@@ -227,9 +227,10 @@ def shard(table: dict[str, tuple[int, ...]], pick: random.Random) -> list[tuple[
 
 
 def box(table: dict[str, tuple[int, ...]], pick: random.Random) -> list[tuple[str, Index]]:
-    name = pick.choice([name for name, shape in table.items() if len(shape) == 2 and min(shape) >= BOX])
-    corner = [pick.randrange(n - BOX + 1) for n in table[name]]
-    return [(name, tuple(slice(a, a + BOX) for a in corner))]
+    name = pick.choice([name for name, shape in table.items() if len(shape) == 2])
+    sides = [min(BOX, n) for n in table[name]]  # smaller in tiny models
+    corner = [pick.randrange(n - side + 1) for n, side in zip(table[name], sides, strict=True)]
+    return [(name, tuple(slice(a, a + side) for a, side in zip(corner, sides, strict=True)))]
 
 
 # operation → what to read, reads in one repetition (cold, warm)
@@ -260,8 +261,9 @@ def slices(ranks: Ranks) -> None:
             try:
                 folder = ranks.folder / f"{kind.kind.__name__}-0"
                 system.save(job, folder)
-                engine = kind(place_of(system, folder))
+                engine = kind(system.place(folder))
                 _check(engine, state)
+                evict(engine.place)
                 engines.append((system.name, engine))
                 continue
             except Exception as error:
@@ -269,6 +271,8 @@ def slices(ranks: Ranks) -> None:
         ranks.skip(system.name, reason)
     raw = ranks.folder / "raw"
     raw.mkdir()
+    if not engines:
+        return
     for turn in range(-1, plan.repetitions):
         ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
         for operation, (choose, cold_count, warm_count) in OPERATIONS.items():
@@ -326,7 +330,7 @@ def _once(
             for _ in range(count):
                 pieces = _pieces(choose(table, pick))
                 if cache == "cold":
-                    said = evict(engine.place)
+                    said = evict(engine.place, durable=True)
                     engine.open()
                 elif operation == "64 KiB box":
                     engine.read(pieces)

@@ -55,6 +55,10 @@ class System:
     def load(self, job: Job, folder: Path) -> None:
         raise NotImplementedError
 
+    def place(self, folder: Path) -> Path:
+        """Where the files of this save lie."""
+        return folder
+
 
 class Raw(System):
     """The limit: one file a rank, O_DIRECT, 4 threads, nothing but the bytes."""
@@ -128,7 +132,7 @@ class CkptfsDcp(System):
 
         from ckptfs.adapters import dcp as adapter
 
-        writer = adapter.StorageWriter(str(folder))
+        writer = adapter.StorageWriter(f"{folder.parent}/dcp-run@{_step(folder)}")
         dcp.save({"model": job.tensors()}, storage_writer=writer, no_dist=job.state.size == 1)
 
     def load(self, job: Job, folder: Path) -> None:
@@ -136,8 +140,11 @@ class CkptfsDcp(System):
 
         from ckptfs.adapters import dcp as adapter
 
-        reader = adapter.StorageReader(str(folder))
+        reader = adapter.StorageReader(f"{folder.parent}/dcp-run@{_step(folder)}")
         dcp.load({"model": job.tensors()}, storage_reader=reader, no_dist=job.state.size == 1)
+
+    def place(self, folder: Path) -> Path:
+        return folder.parent / "dcp-run" / f"step-{_step(folder):08d}"
 
 
 class TorchSave(System):
@@ -304,8 +311,3 @@ UNMEASURED = {
     "ByteCheckpoint 0.0.2": "not measured here: needs an older torch in an environment of its own",
     "DeepSpeed universal checkpoint": "not measured here: needs DeepSpeed in an environment of its own",
 }
-
-
-def place_of(system: System, folder: Path) -> Path:
-    """Where a system's files of this save lie."""
-    return system.place(folder) if isinstance(system, Ckptfs) else folder

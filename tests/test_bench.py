@@ -1,0 +1,227 @@
+"""The benchmarks: results that cannot be misread, a report whose figures follow from them, and a tiny real run."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from benchmarks import command, machine, model, report, results  # noqa: E402
+
+
+def measure(**changes):
+    base = results.Measure("r1", "save and load", "save", "ckptfs", 10**9, 1.0, 0, ranks=2, cache="durable")
+    return results.Measure(**(asdict(base) | changes))
+
+
+def facts(run="r1", at="2026-01-01T00:00:00Z"):
+    host = {"cpu": "a", "cores": 2, "memory_bytes": 1 << 30, "file_system": "ext4", "kernel": "6", "load_before": 0.1}
+    return results.RunFacts(run, at, ["save"], "1G", 3, "tools/bench save", host, {"torch": "2"})
+
+
+# --- schema ----------------------------------------------------------------------------------------------------------
+
+
+def test_records_come_back_as_they_were_written(tmp_path):
+    path = tmp_path / "r.jsonl"
+    records = [facts(), measure(detail={"p99_s": 0.1}), results.Skip("r1", "save and load", "Orbax", "not there")]
+    for record in records:
+        results.append(path, record)
+    assert list(results.read(path)) == records
+
+
+def test_a_line_that_was_cut_off_at_the_end_is_left_out_but_one_in_the_middle_is_an_error(tmp_path):
+    path = tmp_path / "r.jsonl"
+    results.append(path, measure())
+    whole = path.read_text()
+    path.write_text(whole + whole[: len(whole) // 2])
+    assert list(results.read(path)) == [measure()]
+    path.write_text(whole[: len(whole) // 2] + "\n" + whole)
+    with pytest.raises(ValueError, match="line 1"):
+        list(results.read(path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seconds": 0}, {"seconds": -1.0}, {"bytes": -1}, {"repetition": -1}, {"kind": "guess"}, {"surprise": 1}],
+)
+def test_records_that_make_no_sense_are_refused(change):
+    with pytest.raises(ValueError, match=r"."):
+        results.parse(json.dumps(asdict(measure()) | change))
+
+
+def test_a_record_with_a_field_missing_is_refused():
+    raw = asdict(measure())
+    del raw["seconds"]
+    with pytest.raises(ValueError, match="seconds"):
+        results.parse(json.dumps(raw))
+
+
+def test_host_facts_hold_no_path_and_no_name(tmp_path):
+    found = json.dumps(results.host_facts(tmp_path / "x"))
+    assert str(tmp_path) not in found
+    assert "/" not in json.loads(found)["file_system"]
+
+
+# --- the state -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["8M", "256M", "1G", "2G"])
+def test_the_state_has_300_tensors_and_about_the_size_asked_for(size):
+    table = model.shapes(model.size_of(size))
+    assert len(table) == 300
+    total = sum(4 * n * (m[0] if m else 1) for n, *m in table.values())
+    assert 0.8 < total / model.size_of(size) < 1.2
+
+
+@pytest.mark.parametrize("text", ["", "G", "2T", "-1M", "1 giga"])
+def test_sizes_that_are_none_are_refused(text):
+    with pytest.raises(ValueError, match="size"):
+        model.size_of(text)
+
+
+def test_the_parts_of_the_ranks_are_the_whole():
+    pytest.importorskip("torch")
+    import numpy as np
+
+    table = {"a": (7, 3), "b": (2,)}
+    whole = model.State(table, 0, 1)
+    parts = [model.State(table, rank, 3) for rank in range(3)]
+    for name in table:
+        joined = np.concatenate([part.local[name].numpy() for part in parts])
+        assert np.array_equal(joined, whole.local[name].numpy())
+
+
+def test_a_fingerprint_notices_one_changed_value():
+    pytest.importorskip("torch")
+    state = model.State({"a": (5, 3)}, 0, 1)
+    before = state.fingerprint()
+    state.local["a"][4, 2] += 1
+    assert state.fingerprint() != before
+
+
+# --- the machine -----------------------------------------------------------------------------------------------------
+
+
+def test_raw_limits_move_exactly_the_bytes(tmp_path):
+    path = tmp_path / "raw"
+    nbytes = 3 * machine.IO_BYTES + 4096
+    try:
+        machine.raw_write(path, nbytes)
+    except OSError as error:
+        pytest.skip(f"no O_DIRECT here: {error}")
+    assert path.stat().st_size == nbytes
+    assert path.read_bytes()[: machine.IO_BYTES].strip(b"\0")
+    machine.raw_read(path)
+
+
+def test_a_measured_block_sees_its_memory_and_its_time():
+    with machine.measured() as cost:
+        block = bytearray(64 << 20)
+        block[::4096] = b"x" * len(block[::4096])
+        del block
+    assert cost.seconds > 0
+    assert cost.peak_memory_bytes > 48 << 20
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def rendered(*records):
+    return report.render(report.Results([facts(), *records]), ["x.jsonl"])
+
+
+def test_medians_and_fractions_follow_from_the_lines():
+    own = [measure(seconds=s, repetition=i) for i, s in enumerate((1.0, 2.0, 9.0))]
+    raw = [measure(system="raw", seconds=1.0, repetition=i) for i in range(3)]
+    text = rendered(*own, *raw)
+    assert "| **ckptfs** | 2.00 s (1.00 s – 9.00 s) | 0.50 | 0.50 |" in text
+    assert "| durable save at least 0.85 of raw | 0.50 | **missed** |" in text
+
+
+def test_goals_are_met_only_where_the_figures_say_so():
+    text = rendered(measure(seconds=1.0), measure(system="raw", seconds=0.9), measure(system="DCP", seconds=3.0))
+    assert "| durable save at least 0.85 of raw | 0.90 | met |" in text
+    assert "| durable save: times faster than DCP | 3.00 | met |" in text
+    assert "| loading 2→4 takes at most 1.10 of 2→2 | not measured | – |" in text
+
+
+def test_the_newest_run_of_a_scenario_counts():
+    old, new = measure(run="r0", seconds=5.0), measure(seconds=1.0)
+    text = report.render(report.Results([facts("r0", "2025-01-01T00:00:00Z"), facts(), new, old]), ["x"])
+    assert "5.00 s" not in text
+    assert "1.00 s" in text
+
+
+def test_what_was_skipped_is_said_with_its_reason():
+    assert "- Orbax: no JAX" in rendered(measure(), results.Skip("r1", "save and load", "Orbax", "no JAX"))
+
+
+def test_latencies_are_compared_with_the_fastest_peer():
+    base = {"scenario": "slices", "operation": "64 KiB box", "cache": "warm", "bytes": 1 << 16}
+    text = rendered(
+        measure(**base, seconds=2e-4, detail={"p99_s": 5e-4}),
+        measure(**base, system="safetensors", seconds=1e-4, detail={"p99_s": 3e-4}),
+        measure(**base, system="zarr-python", seconds=2e-3, detail={"p99_s": 3e-3}),
+    )
+    assert "| **ckptfs** | 200 µs | 500 µs | 2.00 |" in text
+    assert "| 64 KiB box, warm: within 10 % of the fastest peer | 2.00 | **missed** |" in text
+    assert "| 64 KiB box, warm: times faster than zarr-python (5) | 10.00 | met |" in text
+
+
+def test_the_report_is_written_with_its_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    source = tmp_path / "r.jsonl"
+    for record in (
+        facts(),
+        measure(),
+        measure(system="raw"),
+        measure(operation="load"),
+        measure(operation="load", system="raw"),
+    ):
+        results.append(source, record)
+    report.write_report([source], tmp_path / "docs" / "benchmarks.md")
+    assert "(benchmarks-save.svg)" in (tmp_path / "docs" / "benchmarks.md").read_text()
+    assert (tmp_path / "docs" / "benchmarks-save.svg").stat().st_size > 1000
+
+
+def test_nothing_to_report_is_an_error(tmp_path):
+    with pytest.raises(SystemExit, match="no results"):
+        report.write_report([], tmp_path / "x.md")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_scenario_is_named(tmp_path):
+    with pytest.raises(SystemExit, match="no scenario speed"):
+        command.main(["speed", "--results", str(tmp_path / "r.jsonl")])
+
+
+@pytest.mark.serial
+@pytest.mark.timeout(180)
+def test_a_tiny_run_measures_saves_and_loads_and_leaves_nothing(tmp_path):
+    pytest.importorskip("torch")
+    out, work = tmp_path / "r.jsonl", tmp_path / "work"
+    arguments = ["save", "--size", "8M", "--repetitions", "1", "--systems", "ckptfs", "safetensors"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "bench"), *arguments, "--results", str(out), "--folder", str(work)],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = list(results.read(out))
+    measures = {(m.operation, m.system): m for m in found if isinstance(m, results.Measure)}
+    assert {(o, s) for o in ("save", "load") for s in ("ckptfs", "safetensors")} <= set(measures)
+    assert measures["save", "ckptfs"].files > 300
+    assert measures["save", "ckptfs"].ranks == 2
+    failed = [r.reason for r in found if isinstance(r, results.Skip) and r.system in ("ckptfs", "safetensors", "all")]
+    assert not failed
+    assert list(work.iterdir()) == []

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -168,6 +168,23 @@ def planned(folder):
     # column shards lie in panels: what a rank wrote is one run of the file
     assert checkpoint["w"].param.layout.block == (8, 3)
     dist.barrier()
+
+
+def some_ranks(folder):
+    """A process group of some ranks saves for itself; so does a rank alone, with `no_dist`."""
+    rank = dist.get_rank()
+    group, mesh = dist.new_group([2, 3]), DeviceMesh("cpu", [2, 3])
+    if rank in (2, 3):
+        state = {"w": distribute_tensor(torch.arange(20.0).reshape(4, 5), mesh, [Shard(1)], src_data_rank=None), "n": 1}
+        dcp.save(state, storage_writer=StorageWriter(f"{folder}/run@1"), process_group=group)
+    dist.barrier()
+    target = {"w": torch.zeros(4, 5), "n": 0}
+    dcp.load(target, storage_reader=StorageReader(f"{folder}/run@1"))
+    assert target["w"].tolist() == torch.arange(20.0).reshape(4, 5).tolist()
+    dcp.save({"mine": torch.full((3,), rank)}, storage_writer=StorageWriter(f"{folder}/own{rank}"), no_dist=True)
+    target = {"mine": torch.zeros(3).long()}
+    dcp.load(target, storage_reader=StorageReader(f"{folder}/own{rank}"), no_dist=True)
+    assert target["mine"].tolist() == [rank] * 3
 
 
 class Small(nn.Module):
@@ -334,7 +351,7 @@ def failing(folder):
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     dist.init_process_group("cpu:gloo")
-    jobs = {job.__name__: job for job in (matrix, planned, training, process, failing)}
+    jobs = {job.__name__: job for job in (matrix, planned, some_ranks, training, process, failing)}
     for name in sys.argv[2:]:
         jobs[name](f"{sys.argv[1]}/{name}")
         print(name, "done")

@@ -110,6 +110,29 @@ def test_nobody_can_start_while_a_step_is_deleted(run):
     assert failed
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_deleted_between_opening_and_locking(tmp_path, monkeypatch, again):
+    """The lock would be on a file that is no longer the step's: it is not taken for a lease."""
+    run = ckptfs.Run(tmp_path / "run")
+    save(run, 1)
+    lock = lease._lock
+
+    def late(fd, how):
+        monkeypatch.setattr(lease, "_lock", lock)
+        commit.discard(run.store, "step-00000001")
+        if again:
+            save(run, 1)
+        return lock(fd, how)
+
+    monkeypatch.setattr(lease, "_lock", late)
+    if again:
+        with lease.take(run.store, "step-00000001"):
+            assert not delete(run, 1)
+    else:
+        with pytest.raises(NotFoundError):
+            lease.take(run.store, "step-00000001")
+
+
 def test_a_follower_pins_what_comes_after_it(run):
     for step in (1, 2, 3):
         save(run, step)

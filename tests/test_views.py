@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import random
 import shutil
 import struct
 import subprocess
@@ -692,6 +693,20 @@ def test_windows_are_made_once_and_memory_is_bounded():
         assert cache.held_bytes <= 4 << 16
     assert made == [0, 1, 2, 3, 4, 1]  # 0 was used again and again, 1 was the oldest when 4 came
     assert cache.hits == 2
+
+
+def test_windows_of_many_sizes_give_way_to_each_other():
+    cache, choose = WindowCache(1 << 20), random.Random(4)
+    for number in range(300):
+        size = choose.choice([100, 70_000, 200_000, 500_000])
+        view = bytearray(50)
+        cache.read(("k", number), size, fill_with(number % 256), size - 50, memoryview(view))
+        assert view == bytes([number % 256]) * 50
+        assert cache.held_bytes <= 1 << 20
+    assert cache.held_bytes > 1 << 19  # and what fits is kept
+    hits = cache.hits
+    cache.read(("k", 299), size, fill_with(0), 0, memoryview(bytearray(50)))
+    assert cache.hits == hits + 1
 
 
 def test_a_window_is_made_by_one_and_waited_for_by_the_others():

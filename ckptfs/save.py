@@ -112,15 +112,22 @@ class Saver:
     def _describe(self, value: object, owned: set[int] | None) -> int:
         request, rank = self.request, self.group.rank
         node, leaves = tree.flatten(value, rank=rank, allow_pickle=request.allow_pickle)
+        self._node = tree.dumps(node)  # now: plain values may change as soon as the caller goes on
         if rank == 0:
             self._assets = request.assets() if callable(request.assets) else request.assets
         self._held, self._ties = tie([hold(leaf.name, leaf.value, rank) for leaf in leaves])
         copied = 0 if owned is None else copies_of_unowned(self._held, owned)
         self._started = Started.now()  # after these copies: what is queued on the caller's streams comes first
-        raw = self._incompressible() if request.compression else []
-        descs = sorted((held.desc for held in self._held), key=lambda d: d.name)
-        self._mine = Description(saveplan.describe(descs, self._ties), raw, tree.dumps(node))
         return copied
+
+    def _prepare(self) -> None:
+        """What the other ranks are told: worked out where it holds nobody up."""
+        try:
+            raw = self._incompressible() if self.request.compression else []
+            descs = sorted((held.desc for held in self._held), key=lambda d: d.name)
+            self._mine = Description(saveplan.describe(descs, self._ties), raw, self._node)
+        except Exception as error:
+            self._unfit = error
 
     def _incompressible(self) -> list[str]:
         """Arrays whose samples do not shrink: asked of all ranks before any byte is written."""
@@ -135,6 +142,8 @@ class Saver:
         """Meet the other ranks and agree on the plan."""
         self.phase("enter")
         request, group = self.request, self.group
+        if self._unfit is None:
+            self._prepare()
         leader_error = self._check_target() if group.rank == 0 else None
         self._round = round_ = Round.enter(
             group,

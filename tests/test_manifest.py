@@ -408,33 +408,42 @@ def places(node, path=()):
 PLACES = [path for path in places(DATA) if path]
 
 
-@st.composite
-def mutations(draw):
+edits = st.tuples(
+    st.sampled_from(PLACES),
+    st.sampled_from(["replace", "replace", "delete", "nudge", "swap"]),
+    st.sampled_from(PLACES),
+    st.sampled_from([-1, 1, 7, 1 << 20, 1 << 40, -(1 << 40)]),
+    json_values,
+)
+
+
+def at(data, path):
+    for step in path:
+        data = data[step]
+    return data
+
+
+def edited(edit_list):
+    """A manifest after some edits; those that earlier ones made impossible are left out."""
     data = copy.deepcopy(DATA)
-    for path in draw(st.lists(st.sampled_from(PLACES), min_size=1, max_size=3)):
-        node = data
+    for path, kind, other, amount, value in edit_list:
         try:
-            for step in path[:-1]:
-                node = node[step]
-            kind = draw(st.sampled_from(["replace", "replace", "delete", "nudge", "swap"]))
+            node, key = at(data, path[:-1]), path[-1]
             if kind == "delete":
-                del node[path[-1]]
-            elif kind == "nudge" and isinstance(node[path[-1]], int):
-                node[path[-1]] += draw(st.sampled_from([-1, 1, 7, 1 << 20, 1 << 40, -(1 << 40)]))
+                del node[key]
+            elif kind == "nudge" and isinstance(node[key], int):
+                node[key] += amount
             elif kind == "swap":
-                other = data
-                for step in draw(st.sampled_from(PLACES)):
-                    other = other[step]
-                node[path[-1]] = copy.deepcopy(other)
+                node[key] = copy.deepcopy(at(data, other))
             else:
-                node[path[-1]] = draw(json_values)
+                node[key] = value
         except (KeyError, IndexError, TypeError):
             continue
     return data
 
 
 @settings(max_examples=600, suppress_health_check=[HealthCheck.too_slow])
-@given(mutations())
+@given(st.lists(edits, min_size=1, max_size=3).map(edited))
 def test_fuzzed_manifests_are_legal_or_a_format_error(data):
     """And what is accepted can be used: every reader meets errors of ours only, without allocating what is not there."""
     raw = sealed(data)

@@ -101,6 +101,8 @@ class Checkpoint(Mapping[str, Array]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process opens the step itself: it gets files, buffers and locks of its own.
+        if self.url.startswith("memory://"):
+            raise MismatchError(f"{self.url} is in the memory of this process: another one cannot open it")
         return _reopen, (self.store, self.settings, self.verify, self._maps, self.manifest.save_id)
 
     def __enter__(self) -> Self:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import ckptfs
 from ckptfs import dtypes, shards
 from ckptfs.box import Box
-from ckptfs.errors import CorruptError, MismatchError, NotFoundError
+from ckptfs.errors import CorruptError, MismatchError, NotFoundError, StaleError
 from ckptfs.grid import Layout
 from ckptfs.ranks import Group
 from ckptfs.read import contiguous
@@ -393,10 +393,19 @@ def test_threads_share_a_checkpoint(big):
     assert not wrong
 
 
-def test_a_checkpoint_travels_to_other_processes(ck):
+def test_a_checkpoint_travels_to_other_processes(tmp_path):
+    ckptfs.Run(tmp_path / "run").save(1, {"w": torch.arange(6.0)})
+    ck = ckptfs.Run(tmp_path / "run")[1]
     again = pickle.loads(pickle.dumps(ck["w"]))
     assert again.numpy().tolist() == ck["w"].numpy().tolist()
     assert pickle.loads(pickle.dumps(ck)).url == ck.url
+    kept = pickle.dumps(ck)
+    ckptfs.Run(Path(ck.url).parent).save(1, {"w": torch.zeros(1)}, overwrite=True)
+    with pytest.raises(StaleError, match="was replaced"):
+        pickle.loads(kept)
+    ckptfs.Run("memory://slices-pickled").save(1, {"w": torch.ones(1)})
+    with pytest.raises(MismatchError, match="memory of this process"):
+        pickle.dumps(ckptfs.Run("memory://slices-pickled")[1])
 
 
 def test_a_forked_child_reads_with_locks_of_its_own(ck):

@@ -185,10 +185,11 @@ def memory(request):
         MemoryStore(f"{request.node.name}-{seed}").remove_tree("run")
 
 
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("modes", MODES, ids="-".join)
-def test_a_committed_step_is_the_state_at_the_call(memory, modes):
-    for seed in range(4):
-        assert campaign(memory(seed), seed, {"sync": 30, "lazy": 130}.get("-".join(modes), 150), modes) == []
+def test_a_committed_step_is_the_state_at_the_call(memory, modes, seed):
+    count = {"sync": 30, "lazy": 110}.get("-".join(modes), 150)
+    assert campaign(memory(seed), seed, count, modes) == []
 
 
 def test_a_committed_step_is_the_state_at_the_call_in_files(tmp_path):
@@ -577,13 +578,18 @@ def test_every_failing_rank_is_named_on_every_rank(tmp_path):
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_a_tree_that_cannot_be_saved_on_one_rank(tmp_path, culprit):
+@pytest.mark.parametrize("lazy", [False, True], ids=["sync", "lazy"])
+def test_a_tree_that_cannot_be_saved_on_one_rank(tmp_path, culprit, lazy):
     raised = {}
 
     def work(group):
         run = ckptfs.Run(tmp_path, group=group)
         with pytest.raises(SaveError) as caught:
-            run.save(1, {"x": torch.zeros(5), "y": object() if group.rank == culprit else 1})
+            tree = {"x": torch.zeros(5), "y": object() if group.rank == culprit else 1}
+            if lazy:
+                run.save_async(1, tree, before_update=lambda hold: None).wait()
+            else:
+                run.save(1, tree)
         raised[group.rank] = caught.value
         run.save(2, {"x": torch.zeros(5)})
         run.close()

@@ -23,7 +23,7 @@ import numpy as np
 
 from ckptfs.box import strides_of
 from ckptfs.errors import CorruptError, MismatchError, NotFoundError
-from ckptfs.loadplan import Request, requests
+from ckptfs.loadplan import GAP_BYTES, Request, requests
 from ckptfs.manifest import HASH_BYTES, digest
 from ckptfs.storage.directio import ALIGN_BYTES, BufferPool, is_cached
 from ckptfs.storage.fileops import REAL_OPS
@@ -62,20 +62,22 @@ class _Opened:
         self._seen: dict[int, float] = {}  # region → when it was found in the page cache
         self._bytes: np.ndarray[Any, Any] | None = None
 
-    def mapped(self, offset: int, length: int) -> np.ndarray[Any, Any] | None:
-        """The file's bytes if they are all there and this range is in the page cache or small enough to go there."""
+    def mapped(self, offset: int, length: int, *, bring: bool = True) -> tuple[np.ndarray[Any, Any] | None, bool]:
+        """The file's bytes if this range is in the page cache or, being short, was brought there now (then also True)."""
         fd = self.reader._open_fd()  # noqa: SLF001 - one descriptor a file is enough
         if offset + length > self.reader.size:
-            return None
+            return None, False
+        brought = False
         if not self._seen_lately(fd, offset, length) and not is_cached(fd, offset, length):
-            if length > _WARM_BYTES:
-                return None
+            if length > _WARM_BYTES or not bring:
+                return None, False
+            brought = True
             os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
             for at in range(offset, offset + length, 1 << 20):  # by a call that can fail, where a page fault would kill
                 os.pread(fd, min(1 << 20, offset + length - at), at)
         if self._bytes is None:
             self._bytes = np.frombuffer(mmap.mmap(fd, self.reader.size, prot=mmap.PROT_READ), np.uint8)
-        return self._bytes
+        return self._bytes, brought
 
     def _seen_lately(self, fd: int, offset: int, length: int) -> bool:
         """Whether all of the range lies in regions found in the page cache within the last second.
@@ -279,7 +281,7 @@ class Reader:
         files = self._opened()
         opened = self._take(param, request.file)
         try:
-            data = opened.mapped(request.offset, request.length)
+            data, _ = opened.mapped(request.offset, request.length)
             if data is None:
                 return False
             at, end = request.offset, request.offset + request.length
@@ -322,9 +324,13 @@ class Reader:
     ) -> bool:
         """The same for a box of one block."""
         layout = param.layout
-        low = high = 0
+        low = high = gap_bytes = 0
+        wide = False  # gaps that a plan would not read through either: then only what is cached is copied here
         stride, where = layout.itemsize, []
         for d in range(len(start) - 1, -1, -1):
+            length = stop[d] - start[d]
+            wide = wide or (length > 1 and gap_bytes > GAP_BYTES)
+            gap_bytes = max(gap_bytes, (layout.block[d] - length) * stride)
             low += start[d] * stride
             high += (stop[d] - 1) * stride
             where.append(slice(start[d], stop[d]))
@@ -333,14 +339,15 @@ class Reader:
         files = self._opened()
         opened = self._take(param, file)
         try:
-            data = opened.mapped(base + low, high + layout.itemsize - low)
+            covered = high + layout.itemsize - low
+            data, brought = opened.mapped(base + low, covered, bring=not wide)
             if data is None:
                 return False
             rows = data[base : base + layout.used_bytes(block)].view(param.dtype.carrier)
             out[...] = rows.reshape((-1, *layout.block[1:]))[tuple(reversed(where))]
         finally:
             files.give(opened)
-        self._count(out.nbytes, 0)
+        self._count(covered if brought else out.nbytes, 0)
         return True
 
     def _serve(self, param: Param, targets: Sequence[Target], request: Request, check: bool) -> None:

@@ -141,7 +141,8 @@ class CkptfsDcp(System):
         from ckptfs.adapters import dcp as adapter
 
         reader = adapter.StorageReader(f"{folder.parent}/dcp-run@{_step(folder)}")
-        dcp.load({"model": job.tensors()}, storage_reader=reader, no_dist=job.state.size == 1)
+        group = job.mesh.get_group() if job.mesh is not None else None
+        dcp.load({"model": job.tensors()}, storage_reader=reader, process_group=group, no_dist=job.state.size == 1)
 
     def place(self, folder: Path) -> Path:
         return folder.parent / "dcp-run" / f"step-{_step(folder):08d}"

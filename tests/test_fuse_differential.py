@@ -21,7 +21,12 @@ WAYS = {
     "native-passthrough": ("native", LOCAL, {}, MountOptions()),
     "native-cached": ("native", LOCAL, {}, MountOptions(passthrough=False)),
     "native-direct": ("native", SEGMENTED, {}, MountOptions(direct_io=True)),
-    "native-materialised": ("native", SEGMENTED, {}, MountOptions(materialise_bytes=32 << 20, materialise_after_opens=1)),
+    "native-materialised": (
+        "native",
+        SEGMENTED,
+        {},
+        MountOptions(materialise_bytes=32 << 20, materialise_after_opens=1),
+    ),
     "native-blocking": ("native", SEGMENTED, {"blocking": True}, MountOptions()),
     "fusepy-local": ("fusepy", LOCAL, {}, MountOptions()),
     "fusepy-blocking": ("fusepy", SEGMENTED, {"blocking": True}, MountOptions()),

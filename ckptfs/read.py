@@ -63,7 +63,7 @@ class _Opened:
         self._bytes: np.ndarray[Any, Any] | None = None
 
     def mapped(self, offset: int, length: int, *, bring: bool = True) -> tuple[np.ndarray[Any, Any] | None, bool]:
-        """The file's bytes if this range is in the page cache or, being short, was brought there now (then also True)."""
+        """The file's bytes if this range is in the page cache or, being short, was brought there (then also True)."""
         fd = self.reader._open_fd()  # noqa: SLF001 - one descriptor a file is enough
         if offset + length > self.reader.size:
             return None, False

@@ -331,6 +331,35 @@ def test_a_tensor_parallel_rank_reads_its_share(tmp_path, ranks, dim):
             assert np.array_equal(ck["w"].numpy(index), part.numpy())
 
 
+def evict(ck, name):
+    """Ask the kernel to forget a file's pages; it may keep them, and then the test is weaker, not wrong."""
+    fd = os.open(f"{ck.url}/{ck.param(name).file(0)}", os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("index", "at_most"),
+    [
+        ((slice(3, 9), slice(100, 200)), None),  # gaps of almost 64 KiB: only the pieces
+        ((slice(3, 9), slice(0, 12000)), 6 * 65536),  # gaps under 32 KiB: with the gaps
+        (slice(2, 40), None),
+        ((slice(None), slice(0, 8192)), 1 << 22),
+    ],
+)
+def test_cold_slices(tmp_path, index, at_most):
+    whole = torch.arange(1 << 20, dtype=torch.int32).reshape(64, 16384)
+    ckptfs.Run(tmp_path / "run").save(1, {"w": whole})
+    for _ in range(2):
+        ck = ckptfs.Run(tmp_path / "run")[1]
+        evict(ck, "w")
+        expected = whole[index]
+        read = bytes_of(ck, lambda c=ck: c["w"].numpy(index))
+        assert expected.numel() * 4 <= read <= (at_most or expected.numel() * 4)
+        evict(ck, "w")
+        assert np.array_equal(ck["w"].numpy(index), expected.numpy())
+
+
 # --- checksums -------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfs import dtypes, rules
 from ckptfs.array import LazyArray, Part
-from ckptfs.box import Box
 from ckptfs.errors import MismatchError, NotFoundError
 from ckptfs.expr import Expr, Plan
 from ckptfs.manifest import strict_json
@@ -194,7 +193,3 @@ def config_variables(checkpoint: Checkpoint) -> dict[str, int]:
         return {}
     data = strict_json(checkpoint.store.read(f"assets/{CONFIG}"))
     return rules.variables_of(data) if isinstance(data, Mapping) else {}
-
-
-def whole(array: LazyArray) -> Box:
-    return Box.whole(array.shape)

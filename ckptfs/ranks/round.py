@@ -224,7 +224,7 @@ class Round:
     def fail(self, error: BaseException) -> None:
         """This rank cannot do its part."""
         self._move("fail")
-        in_vain = self._verdict is not None and error is self._verdict[0]
+        in_vain = self._verdict is not None and isinstance(error, SaveError)
         self._send_report(_GAVE_WAY if in_vain else _FAILED, json.dumps(_ours(error).to_dict()).encode())
 
     def _send_report(self, kind: int, payload: bytes) -> None:
@@ -487,7 +487,8 @@ class LeaderRound(Round):
 
     def fail(self, error: BaseException) -> None:
         self._move("fail")
-        if error is not self._abort_error:
+        # Not "is": threads that looked at the same moment raised equal errors of their own.
+        if self._abort_error is None or not isinstance(error, SaveError):
             self._failures[0] = f"failed: {_say(_ours(error))}"
 
     def report(self, payload: bytes = b"") -> None:

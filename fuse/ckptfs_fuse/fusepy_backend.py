@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ckptfs.errors import CkptError, StorageError
+from ckptfs.errors import CkptError, StaleError, StorageError
 from ckptfs.views.nodes import Dir, File, Link, Node, resolve
 from ckptfs_fuse.answers import FOR_EVER_S, attributes, errno_of, log, log_failure, version_of
 from ckptfs_fuse.options import MountOptions
@@ -109,6 +109,7 @@ class Operations:
     """fusepy's operations, by path. `__call__` is how the library calls any of them."""
 
     use_ns = True
+    flag_nullpath_ok = 1  # open files go on when their name is gone: libfuse 2 then gives None for the path
 
     def __init__(self, root: Dir, options: MountOptions, on_ready: Callable[[], None]) -> None:
         self._root = root
@@ -127,7 +128,9 @@ class Operations:
             log_failure(f"{name.upper()} of {path}", error)
             raise OSError(errno_of(error), str(error)) from error
 
-    def _node(self, path: str) -> Node:
+    def _node(self, path: str | None) -> Node:
+        if path is None:
+            raise StaleError("the name is gone; open it anew")
         return resolve(self._root, path)
 
     def init(self, _path: str) -> None:
@@ -136,8 +139,9 @@ class Operations:
     def destroy(self, _path: str) -> None:
         pass
 
-    def getattr(self, path: str, _handle: Any = None) -> dict[str, Any]:
-        told = attributes(self._node(path))
+    def getattr(self, path: str | None, info: Any = None) -> dict[str, Any]:
+        handle = self._handles.get(info.fh) if path is None and info is not None else None
+        told = attributes(handle.reader.file if handle is not None else self._node(path))
         return {
             "st_mode": told.mode,
             "st_size": told.size,

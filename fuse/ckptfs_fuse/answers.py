@@ -47,8 +47,13 @@ def version_of(node: Node) -> str:
     return "d" + (node.version if isinstance(node, Dir) else "")
 
 
-def inode_number(parent: int, name: bytes, version: str) -> int:
-    """The same for the same path and version, whatever the kernel has forgotten in between. Never 0 or 1."""
+def inode_number(parent: int, name: bytes, version: str, keep_s: float) -> int:
+    """The same for the same path and version, whatever the kernel has forgotten in between. Never 0 or 1.
+
+    Where names may change, a file that grows stays the same file: `cp -r` refuses what it takes for a replacement.
+    """
+    if keep_s < FOR_EVER_S:
+        version = version[:1]
     digest = hashlib.blake2b(b"%d/%s/" % (parent, name) + version.encode(errors="surrogateescape"), digest_size=8)
     return int.from_bytes(digest.digest(), "little") >> 1 | 2
 

@@ -297,7 +297,7 @@ class NativeServer:
         folder = self._dir(known)
         parent = known if known.nodeid == wire.ROOT_ID else self._table.known(known.key[0])
         entries = [(os.fsencode(name), node) for name, node in folder.children().items()]
-        number = self._table.add_listing(Listing(known, parent.ino, entries))
+        number = self._table.add_listing(Listing(known, parent.ino, keep_names_s(folder), entries))
         return wire.open_out(number, wire.FOPEN_CACHE_DIR | wire.FOPEN_KEEP_CACHE if folder.immutable else 0)
 
     def _readdir(self, request: wire.Request, body: Body) -> bytes:
@@ -321,7 +321,7 @@ class NativeServer:
                 parts.append(wire.dirent(ino, index + 1, name, 0o040000))
                 continue
             parts += [self._entry(listing.known, name, node)] if plus else []
-            ino = inode_number(listing.known.ino, name, version_of(node))
+            ino = inode_number(listing.known.ino, name, version_of(node), listing.keep_s)
             parts.append(wire.dirent(ino, index + 1, name, attributes(node).mode))
         return b"".join(parts)
 

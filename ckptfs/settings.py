@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 MIB = 1 << 20
 
@@ -24,3 +25,6 @@ class Settings:
     enter_timeout_s: float = 600.0  # how long the leader waits for a rank to enter a save
     progress_timeout_s: float = 120.0  # how long a rank may stand still before a save is given up
     silence_timeout_s: float = 30.0  # how long a rank may give no sign of life (dead, stopped) before that
+    # Whether ranks that hold the same write the part of one that fails: "off"; "free" where it costs training nothing
+    # (synchronous and lazy saves); "always": snapshots copy that part too, if the staging memory has room.
+    takeover: Literal["off", "free", "always"] = "free"

@@ -219,6 +219,10 @@ class Pipeline:
             raise
         self._queue.put((job, buffer, events))
 
+    def feed_copied(self, job: Job, buffer: Any, events: list[Any]) -> None:
+        """Hand over a buffer that holds the job's bytes already; it is released when they are written."""
+        self._queue.put((job, buffer, events))
+
     def _acquire(self) -> Any:
         while True:
             try:

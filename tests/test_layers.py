@@ -18,7 +18,7 @@ ROWS = [
     "ckptfs",
     "views",
     "run signals training watch diff verify stats safe_open",
-    "checkpoint save asyncsave retention load view stream shared_reads",
+    "checkpoint save asyncsave takeover retention load view stream shared_reads",
     "write commit read lease meet",
     "stage ranks storage zarr_dtypes zarr_plugin maps progress",
     "array",

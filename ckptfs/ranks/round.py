@@ -10,6 +10,7 @@ Keys of a topic, below `<digest of topic>/`:
     <seq>/d/<key>      shared data; `<seq>/shared` lists such keys
     <seq>/r/<rank>     the rank's report or failure
     <seq>/done         who has reported, appended; `<seq>/failed` exists once somebody failed
+    <seq>/order        who is lost, and who is to write what the lost ranks did not; then `r2` and `done2` as above
     <seq>/verdict      what became of the save
     <seq>/acks         how many ranks have read the verdict; the last one removes what is left of the round
 """
@@ -27,7 +28,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -63,6 +64,7 @@ class Round:
         self._deadline_s = deadline_s
         self._shared: list[str] = []
         self._verdict: tuple[CkptError | None, bytes] | None = None
+        self._act = ""  # "2" once this rank has heard the order to stand in for others
         self._beats = _Beats(self)
 
     # -- entering
@@ -230,8 +232,9 @@ class Round:
     def _send_report(self, kind: int, payload: bytes) -> None:
         rates = json.dumps(self._beats.rates()).encode()
         with self._naming_the_store():
-            put_value(self.group.kv, self.key(f"r/{self.group.rank}"), struct.pack("<I", len(rates)) + rates + payload)
-            self.group.kv.append(self.key("done"), _DONE.pack(self.group.rank, kind))
+            value = struct.pack("<I", len(rates)) + rates + payload
+            put_value(self.group.kv, self.key(f"r{self._act}/{self.group.rank}"), value)
+            self.group.kv.append(self.key(f"done{self._act}"), _DONE.pack(self.group.rank, kind))
             if kind == _FAILED:
                 self.group.kv.set(self.key("failed"), b"")
 
@@ -241,13 +244,16 @@ class Round:
     def publish(self, error: BaseException | None = None, payload: bytes = b"") -> None:
         raise CkptError(f"only the leader publishes, this is rank {self.group.rank}")
 
-    def verdict(self) -> bytes:
-        """Wait for the leader's verdict: its payload, or the error that every rank raises."""
+    def verdict(self, on_order: Callable[[bytes], bytes | None] | None = None) -> bytes:
+        """Wait for the leader's verdict: its payload, or the error that every rank raises.
+
+        `on_order` is called with the leader's order if ranks were lost; what it returns (None: nothing) is reported.
+        """
         if self._state != "judged":
             self._only("verdict", "reported")
             with self._naming_the_store():
                 try:
-                    self._await_verdict()
+                    self._await_verdict(on_order)
                 except CkptError:
                     self._move("leader lost")
                     raise
@@ -260,7 +266,7 @@ class Round:
             raise error
         return payload
 
-    def _await_verdict(self) -> None:
+    def _await_verdict(self, on_order: Callable[[bytes], bytes | None] | None) -> None:
         self.heartbeat("verdict")
         ends = None if self._deadline_s is None else self._started_s + self._deadline_s + self.timeouts.grace_s
         for looking in self._patience("verdict", ends):
@@ -270,6 +276,23 @@ class Round:
             if now is not None and now[0].seq != self.seq and not self._read_verdict():
                 self._verdict = self._verdict_from(now[0])
                 return
+            if looking and on_order is not None and not self._act:
+                self._hear_order(on_order)
+
+    def _hear_order(self, on_order: Callable[[bytes], bytes | None]) -> None:
+        order = take_value(self.group.kv, self.key("order"))
+        if order is None:
+            return
+        self._act = "2"
+        try:
+            payload = on_order(order)
+        except Exception as error:
+            kind = _FAILED if self._verdict is None else _GAVE_WAY
+            self._send_report(kind, json.dumps(_ours(error).to_dict()).encode())
+        else:
+            if payload is not None:
+                self._send_report(_REPORTED, payload)
+        self.heartbeat("verdict")
 
     def _verdict_from(self, now: Now) -> tuple[CkptError | None, bytes]:
         """The verdict of a round whose keys are swept: this rank was away for long."""
@@ -313,12 +336,14 @@ class Round:
         kv, rank = self.group.kv, self.group.rank
         kv.delete(self.key(f"b/{rank}"))
         drop_value(kv, self.key(f"r/{rank}"))
+        if self._act:
+            drop_value(kv, self.key(f"r2/{rank}"))
         for key in self._shared:
             drop_value(kv, self.key(f"d/{key}"))
 
     def _drop_common(self, seq: int) -> None:
         base = f"{self._base}/{seq}"
-        for key in ("hi", "all", "done", "failed", "shared", "verdict", "acks"):
+        for key in ("hi", "all", "done", "failed", "shared", "order", "done2", "verdict", "acks"):
             drop_value(self.group.kv, f"{base}/{key}")
 
     def __enter__(self) -> Self:
@@ -413,6 +438,11 @@ class LeaderRound(Round):
         self.rates: dict[int, dict[str, float]] = {}  # after gather: rank → phase → bytes per second
         self._now = Now(0, step, "", open=False)
         self._own_report: bytes | None = None
+        self.lost: dict[int, str] = {}  # after gather_some: ranks without a report, and why
+        self.silent: set[int] = set()  # those of them that said nothing: they may only be stopped
+        # Whether the save can do without these ranks: asked whenever one fails.
+        self.bearable: Callable[[Collection[int]], bool] = lambda _: False
+        self._expected: Collection[int] = range(1, group.size)
         self._failures: dict[int, str] = {}
         self._abort_error: SaveError | None = None
 
@@ -481,7 +511,8 @@ class LeaderRound(Round):
     def check(self) -> None:
         if self._abort_error is None and self.group.kv.check(self.key("failed")):
             self._read_done(lambda *_: None, None)
-            self._abort_error = self._failed(dict(self._failures))
+            if not self._is_bearable():
+                self._abort_error = self._failed(dict(self._failures))
         if self._abort_error is not None:
             raise self._abort_error
 
@@ -498,6 +529,11 @@ class LeaderRound(Round):
 
     def gather(self, on_report: Callable[[int, bytes], None] | None = None) -> list[bytes]:
         """Wait for the reports of all ranks; raises SaveError as soon as one fails, hangs, dies or is late."""
+        reports = self.gather_some(on_report)
+        return [reports[rank] for rank in range(self.group.size)]
+
+    def gather_some(self, on_report: Callable[[int, bytes], None] | None = None) -> dict[int, bytes]:
+        """As `gather`, but goes on without ranks whose loss is `bearable`; they are in `lost` then."""
         self._move("gather")
         try:
             with self._naming_the_store():
@@ -506,9 +542,21 @@ class LeaderRound(Round):
             self._move("gather failed")
             raise
 
-    def _gather(self, on_report: Callable[[int, bytes], None]) -> list[bytes]:
+    def order(self, payload: bytes, ranks: Collection[int]) -> None:
+        """After gather_some: have these ranks stand in for the lost ones; a second `gather_some` collects them."""
+        self._move("order")
+        self._act, self._expected, self._own_report = "2", [rank for rank in ranks if rank != 0], None
+        known = set(self.lost)
+        self.bearable = lambda lost: set(lost) == known  # nobody stands in for a stand-in
+        with self._naming_the_store():
+            put_value(self.group.kv, self.key("order"), payload)
+
+    def _is_bearable(self) -> bool:
+        return not self._failures or self.bearable(frozenset(self._failures))
+
+    def _gather(self, on_report: Callable[[int, bytes], None]) -> dict[int, bytes]:
         look_s = self.timeouts.look_s()
-        watch = PeerWatch(range(1, self.group.size), time.monotonic(), max_gap_s=2 * look_s)
+        watch = PeerWatch(self._expected, time.monotonic(), max_gap_s=2 * look_s)
         reports: dict[int, bytes] = {}
         if self._own_report is not None:
             reports[0] = self._own_report
@@ -517,11 +565,12 @@ class LeaderRound(Round):
         while True:
             if self._read_done(on_report, reports):
                 pauses.restart()
-            if self._failures:
+            if not self._is_bearable():
                 raise self._failed(dict(self._failures))
-            if len(reports) == self.group.size:
-                return [reports[rank] for rank in range(self.group.size)]
-            pending = [rank for rank in range(1, self.group.size) if rank not in reports]
+            pending = [rank for rank in self._expected if rank not in reports and rank not in self._failures]
+            if not pending:
+                self.lost = dict(self._failures)
+                return reports
             late = self._deadline_s is not None and self._elapsed_s() > self._deadline_s
             if late or time.monotonic() >= next_look_s:
                 next_look_s = time.monotonic() + look_s
@@ -537,18 +586,20 @@ class LeaderRound(Round):
         watch.look(seen, time.monotonic())
         wrong = {rank: watch.judge(rank, self.timeouts) for rank in pending}
         lost = {rank: text for rank, text in wrong.items() if text is not None}
-        if lost:
-            raise self._failed(lost)
+        self._failures |= lost
+        self.silent |= lost.keys()
+        if not self._is_bearable():
+            raise self._failed(dict(self._failures))
 
     def _read_done(self, on_report: Callable[[int, bytes], None], reports: dict[int, bytes] | None) -> bool:
         """Fetch the failures, and the reports too if asked for, that came since the last time; True if any did."""
-        log = self.group.kv.log(self.key("done"))
+        log = self.group.kv.log(self.key(f"done{self._act}"))
         told = [_DONE.unpack_from(log, at) for at in range(0, len(log), _DONE.size)]
         new = [(rank, kind) for rank, kind in told if rank not in self._failures and rank not in (reports or {})]
         new = [(rank, kind) for rank, kind in new if reports is not None or kind == _FAILED]
         for start in range(0, len(new), 256):
             some = new[start : start + 256]
-            values = take_values(self.group.kv, [self.key(f"r/{rank}") for rank, _ in some])
+            values = take_values(self.group.kv, [self.key(f"r{self._act}/{rank}") for rank, _ in some])
             for (rank, kind), value in zip(some, values, strict=True):
                 payload = self._take_report(rank, kind, value)
                 if payload is not None and reports is not None:
@@ -613,6 +664,7 @@ class LeaderRound(Round):
             for rank in range(self.group.size):
                 self.group.kv.delete(f"{self._base}/{seq}/b/{rank}")
                 drop_value(self.group.kv, f"{self._base}/{seq}/r/{rank}")
+                drop_value(self.group.kv, f"{self._base}/{seq}/r2/{rank}")
             self._drop_common(seq)
         self._topic.unswept.clear()
 
@@ -644,14 +696,14 @@ class SoloRound(LeaderRound):
     def check(self) -> None:
         pass
 
-    def gather(self, on_report: Callable[[int, bytes], None] | None = None) -> list[bytes]:
+    def gather_some(self, on_report: Callable[[int, bytes], None] | None = None) -> dict[int, bytes]:
         self._move("gather")
         if self._failures or self._own_report is None:
             self._move("gather failed")
             raise self._failed(dict(self._failures))
         if on_report:
             on_report(0, self._own_report)
-        return [self._own_report]
+        return {0: self._own_report}
 
     def publish(self, error: BaseException | None = None, payload: bytes = b"") -> None:
         self._move("publish" if error is None else "publish error")

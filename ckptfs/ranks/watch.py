@@ -241,6 +241,7 @@ TRANSITIONS = {
     ("reported", "gather"): "gathered",  # leader
     ("gathered", "gather failed"): "broken",  # leader
     ("gathered", "publish"): "judged",  # leader
+    ("gathered", "order"): "reported",  # leader: stand-ins report once more
     ("entered", "publish error"): "judged",  # leader
     ("reported", "publish error"): "judged",  # leader
     ("gathered", "publish error"): "judged",  # leader

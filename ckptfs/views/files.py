@@ -131,6 +131,17 @@ class _StepReader(Reader):
         self._bytes += count
         return count
 
+    def lend(self, offset: int, length: int) -> list[memoryview] | None:
+        try:
+            lent = self._inner.lend(offset, length)
+        except CkptError as error:
+            raise self._failed(error) from error
+        if lent is not None:
+            self._look_ahead(offset, length)
+            self._reads += 1
+            self._bytes += length
+        return lent
+
     def _failed(self, error: CkptError) -> CkptError:
         told = self._source.explain(error)
         self._source.activity.failed(self._path, told)
@@ -156,18 +167,9 @@ class _StepReader(Reader):
         if not self._is_led:
             self._inner.prefetch(start, end - start)
         if self.file.blocking and isinstance(self._made, SegmentsFile):
-            self._make_ahead(self._made, start, end)
-
-    def _make_ahead(self, made: SegmentsFile, at: int, end: int) -> None:
-        while at < end:
-            found = made.segment_at(at)
-            if found is None:
-                return
-            segment, within = found
-            part = min(end - at, (len(segment) if isinstance(segment, bytes) else segment.length) - within)
-            if isinstance(segment, Produced):
-                segment.ahead(within, part)
-            at += part
+            for segment, within, count in self._made.pieces(start, end - start):
+                if isinstance(segment, Produced):
+                    segment.ahead(within, count)
 
     def close(self) -> None:
         if not self._open:

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from ckptfs.errors import CkptError, CorruptError, NotFoundError, StaleError, StorageError
-from ckptfs.views.ahead import bring
+from ckptfs.views.mapped import MappedFile, mapped
 
 PINNED_FILES_MAX = 512  # a reader holds at most this many files open; further ones are opened when they are read
+LENT_MAX = 1000  # what a writev takes is 1024
 SHARED_FDS_MAX = 128  # reads without a reader, and files beyond a reader's pins, share this many open files
 
 _NO_XATTRS: Mapping[str, bytes] = {}
@@ -57,6 +58,13 @@ class Reader:
 
     def read_into(self, offset: int, view: memoryview) -> int:
         return self.file.read_into(offset, view)
+
+    def lend(self, offset: int, length: int) -> list[memoryview] | None:
+        """The bytes where they lie, for the kernel to read; None when only `read_into` can have them.
+
+        Only for system calls: looking into these views from Python may be SIGBUS. They may outlive the reader.
+        """
+        return None
 
     def prefetch(self, offset: int, length: int) -> None:
         """A hint that this range will be read soon; returns at once."""
@@ -272,6 +280,7 @@ class _BackingReader(Reader):
             os.close(fd)
             raise StaleError(f"{file.path} was replaced since it was listed; list the directory again")
         self.backing_fd = fd
+        self._mapped: MappedFile | None = None
 
     def read_into(self, offset: int, view: memoryview) -> int:
         count = max(0, min(len(view), self.file.size - offset))
@@ -281,10 +290,13 @@ class _BackingReader(Reader):
         return count
 
     def prefetch(self, offset: int, length: int) -> None:
-        if self.backing_fd is not None:
-            bring(self.backing_fd, offset, length)
+        if self._mapped is None and self.backing_fd is not None:
+            self._mapped = mapped(self.backing_fd)
+        if self._mapped is not None:
+            self._mapped.bring(offset, length)
 
     def close(self) -> None:
+        self._mapped = None
         fd, self.backing_fd = self.backing_fd, None
         if fd is not None:
             os.close(fd)
@@ -373,6 +385,7 @@ class _SegmentsReader(Reader):
         super().__init__(file)
         self._segments = file
         self._fds: dict[str, int] = {}
+        self._maps: dict[str, MappedFile | None] = {}
         try:
             for path in file.paths[:PINNED_FILES_MAX]:
                 self._fds[path] = _open_local(path)
@@ -390,20 +403,42 @@ class _SegmentsReader(Reader):
         else:
             _pread_full(fd, path, offset, view)
 
+    def lend(self, offset: int, length: int) -> list[memoryview] | None:
+        lent: list[memoryview] = []
+        for segment, within, count in self._segments.pieces(offset, length):
+            view = self._view(segment, within, count)
+            if view is None or len(view) < count or len(lent) == LENT_MAX:
+                return None
+            lent.append(view)
+        return lent
+
+    def _view(self, segment: Segment, within: int, count: int) -> memoryview | None:
+        if isinstance(segment, bytes):
+            return memoryview(segment)[within : within + count]
+        if not isinstance(segment, Range):
+            return None
+        file = self._mapped(segment.path)
+        if file is None:
+            return None
+        if segment.check is not None:
+            segment.check(within, count)
+        start = segment.offset + within
+        return file.view[start : start + count]
+
+    def _mapped(self, path: str) -> MappedFile | None:
+        """Several threads may come here at once: then one mapping of theirs stays."""
+        if path not in self._maps and path in self._fds:
+            self._maps.setdefault(path, mapped(self._fds[path]))
+        return self._maps.get(path)
+
     def prefetch(self, offset: int, length: int) -> None:
-        end = min(offset + length, self._segments.size)
-        while offset < end:
-            found = self._segments.segment_at(offset)
-            if found is None:
-                return
-            segment, within = found
-            part = min(end - offset, _length(segment) - within)
-            fd = self._fds.get(segment.path) if isinstance(segment, Range) else None
-            if fd is not None and isinstance(segment, Range):
-                bring(fd, segment.offset + within, part)
-            offset += part
+        for segment, within, count in self._segments.pieces(offset, length):
+            file = self._mapped(segment.path) if isinstance(segment, Range) else None
+            if file is not None and isinstance(segment, Range):
+                file.bring(segment.offset + within, count)
 
     def close(self) -> None:
+        self._maps = {}
         fds, self._fds = self._fds, {}
         for fd in fds.values():
             os.close(fd)
@@ -440,26 +475,25 @@ class SegmentsFile(File):
     def read_into(self, offset: int, view: memoryview) -> int:
         return self.read_through(offset, view, _shared_fds.read)
 
-    def segment_at(self, offset: int) -> tuple[Segment, int] | None:
-        """The segment that holds the byte at `offset`, and that byte's place in it; None past the end."""
-        if not 0 <= offset < self.size:
-            return None
+    def pieces(self, offset: int, length: int) -> Iterator[tuple[Segment, int, int]]:
+        """Which segments hold a range: each with where in it the range goes on, and for how many bytes."""
+        end = min(offset + length, self.size)
         index = bisect.bisect_right(self._starts, offset) - 1
-        return self._segments[index], offset - self._starts[index]
+        while offset < end:
+            segment = self._segments[index]
+            within = offset - self._starts[index]
+            count = min(end - offset, _length(segment) - within)
+            yield segment, within, count
+            offset += count
+            index += 1
 
     def read_through(self, offset: int, view: memoryview, read_range: Callable[[str, int, memoryview], None]) -> int:
         """Read with the caller's way of reading local files."""
-        count = max(0, min(len(view), self.size - offset))
-        index = bisect.bisect_right(self._starts, offset) - 1
         done = 0
-        while done < count:
-            segment = self._segments[index]
-            within = offset + done - self._starts[index]
-            part = view[done : min(count, done + _length(segment) - within)]
-            _read_segment(segment, within, part, read_range)
-            done += len(part)
-            index += 1
-        return count
+        for segment, within, count in self.pieces(offset, len(view)):
+            _read_segment(segment, within, view[done : done + count], read_range)
+            done += count
+        return done
 
 
 def _length(segment: Segment) -> int:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import results
+from benchmarks.environments import default_folder
 from benchmarks.jobs import ROOT, SCENARIOS, Options
 from benchmarks.model import size_of
 
@@ -22,6 +23,9 @@ RECORD = {
     "slice": ("1G", 3),
     "async": ("1G", 3),
     "mount": ("512M", 3),
+    "coldstart": ("512M", 3),
+    "relayout": ("512M", 2),
+    "big": ("3.3G", 3),
 }
 
 
@@ -34,7 +38,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     out = args.results or _default_results(args)
     out.parent.mkdir(parents=True, exist_ok=True)
-    wanted = {name: RECORD[name] for name in RECORD} if args.scenarios == ["record"] else _chosen(args)
+    recording = args.scenarios == ["record"]
+    wanted = {n: RECORD[n] for n in RECORD if not args.only or n in args.only} if recording else _chosen(args)
     shown = " ".join(["tools/bench", *map(shlex.quote, argv if argv is not None else sys.argv[1:])])
     run = results.begin(
         out,
@@ -43,7 +48,9 @@ def main(argv: list[str] | None = None) -> int:
         max(r for _, r in wanted.values()),
         shown,
     )
-    options = Options(run, "", 0, args.folder, out, args.systems, drop_caches=args.drop_caches, timeout_s=args.timeout)
+    options = Options(
+        run, "", 0, args.folder, out, args.systems, args.drop_caches, args.timeout, environments=args.environments
+    )
     failed = []
     for name, (size, repetitions) in wanted.items():
         begin = time.monotonic()
@@ -90,7 +97,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description="Measure ckptfs beside its peers. Scenarios: "
         + ", ".join(SCENARIOS)
         + "; `record` measures all of "
-        "them, about 12 minutes; `report` renders docs/benchmarks.md. A line is appended to the results after each "
+        "them; `report` renders docs/benchmarks.md. A line is appended to the results after each "
         "measurement, so an interrupted run is usable.",
     )
     parser.add_argument("scenarios", nargs="+")
@@ -98,10 +105,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=3, help="counted ones; a warm-up comes before them")
     parser.add_argument("--systems", nargs="*", default=[], help="only these; raw is always measured")
     parser.add_argument("--folder", type=Path, default=ROOT.parent, help="where on the measured disk to work")
+    parser.add_argument(
+        "--environments", type=Path, default=default_folder(), help="where peers that need their own environment get it"
+    )
     parser.add_argument("--results", type=Path, help="JSON-lines file to append to")
     parser.add_argument(
         "--drop-caches", action="store_true", help="also drop the whole page cache before cold reads (root)"
     )
+    parser.add_argument("--only", nargs="*", default=[], choices=list(RECORD), help="with record: only these scenarios")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a scenario's job may take")
     args = parser.parse_args(argv)
     args.command = "measure"

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
+from benchmarks.environments import Unavailable, default_folder, python_of
+from benchmarks.machine import copy_seconds
 from benchmarks.model import size_of
-from benchmarks.systems import UNMEASURED
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _WORK = Path(__file__).resolve().parent / "work.py"
@@ -37,6 +38,7 @@ class Options:
     systems: list[str] = field(default_factory=list)
     drop_caches: bool = False
     timeout_s: float = 600.0
+    environments: Path = field(default_factory=default_folder)  # of peers that have their own
 
 
 @contextmanager
@@ -55,7 +57,7 @@ def workspace(parent: Path, size: str, copies: int) -> Iterator[Path]:
 
 
 def launch(options: Options, part: str, scenario: str, nproc: int, folder: Path, **more: Any) -> None:
-    """One job of `nproc` ranks; its whole process group ends with it."""
+    """One job of `nproc` ranks that does a part of a scenario."""
     plan = {
         "run": options.run,
         "scenario": scenario,
@@ -65,11 +67,20 @@ def launch(options: Options, part: str, scenario: str, nproc: int, folder: Path,
         "folder": str(folder),
         "results": str(options.results),
         "drop_caches": options.drop_caches,
+        "peers": {},
+        "unavailable": {},
+        **environments_of(options, scenario),
         "detail": {"part": part, **more},
     }
-    command = [sys.executable]
+    run_ranks(options, scenario, nproc, [sys.executable], [str(_WORK), json.dumps(plan)])
+
+
+def run_ranks(options: Options, scenario: str, nproc: int, python: list[str], arguments: list[str]) -> None:
+    """A program on `nproc` ranks, in a process group that ends with it."""
+    command = python
     if nproc > 1:
-        command += [
+        command = [
+            *python,
             "-m",
             "torch.distributed.run",
             "--standalone",
@@ -82,7 +93,7 @@ def launch(options: Options, part: str, scenario: str, nproc: int, folder: Path,
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
     }
-    job = subprocess.Popen([*command, str(_WORK), json.dumps(plan)], env=env, start_new_session=True)
+    job = subprocess.Popen([*command, *arguments], env=env, start_new_session=True)
     try:
         code = job.wait(options.timeout_s)
     except subprocess.TimeoutExpired:
@@ -99,9 +110,30 @@ def launch(options: Options, part: str, scenario: str, nproc: int, folder: Path,
         raise RuntimeError(f"{scenario} ended with {code}")
 
 
-def skip_unmeasured(options: Options, scenario: str) -> None:
-    for name, reason in UNMEASURED.items():
-        results.append(options.results, results.Skip(options.run, scenario, name, reason))
+WITH_PEERS = ("save and load", "big tensors", "reshard", "small tensors")
+
+
+def environments_of(options: Options, scenario: str) -> dict[str, dict[str, str]]:
+    """The peers' environments, made now if they are wanted and not there."""
+    peers, unavailable = {}, {}
+    for peer in ("Orbax", "ByteCheckpoint 0.0.2") if scenario in WITH_PEERS else ():
+        if options.systems and peer not in options.systems:
+            continue
+        try:
+            peers[peer] = python_of(peer, options.environments)
+        except Unavailable as reason:
+            unavailable[peer] = str(reason)
+    return {"peers": peers, "unavailable": unavailable}
+
+
+def note_memcpy(options: Options, scenario: str) -> None:
+    """The memory's limit beside a scenario that does not measure it in turn with the systems."""
+    nbytes = size_of(options.size)
+    for turn in range(options.repetitions):
+        measure = results.Measure(
+            options.run, scenario, "memcpy", "memcpy", nbytes, copy_seconds(nbytes), turn, cache="warm"
+        )
+        results.append(options.results, measure)
 
 
 # --- scenarios -------------------------------------------------------------------------------------------------------
@@ -109,12 +141,16 @@ def skip_unmeasured(options: Options, scenario: str) -> None:
 
 def save(options: Options) -> None:
     with workspace(options.folder, options.size, 1) as folder:
-        launch(options, "save", "save and load", 2, folder)
-    skip_unmeasured(options, "save and load")
+        launch(options, "save", "save and load", 2, folder, shapes="transformer")
+
+
+def big(options: Options) -> None:
+    with workspace(options.folder, options.size, 1) as folder:
+        launch(options, "save", "big tensors", 2, folder, shapes="big")
 
 
 def reshard(options: Options) -> None:
-    with workspace(options.folder, options.size, 4) as folder:
+    with workspace(options.folder, options.size, 6) as folder:
         launch(options, "reshard_prepare", "reshard", 2, folder)
         launch(options, "reshard", "reshard", 4, folder)
 
@@ -127,11 +163,13 @@ def small(options: Options) -> None:
 def asynchronous(options: Options) -> None:
     with workspace(options.folder, options.size, 3) as folder:
         launch(options, "async", "training", 2, folder)
+    note_memcpy(options, "training")
 
 
 def slices(options: Options) -> None:
     with workspace(options.folder, options.size, 7) as folder:
         launch(options, "slice", "slices", 1, folder)
+    note_memcpy(options, "slices")
 
 
 def mount(options: Options) -> None:
@@ -139,6 +177,23 @@ def mount(options: Options) -> None:
 
     with workspace(options.folder, options.size, 3) as folder:
         measure_mounts(options, folder)
+    note_memcpy(options, "mount")
+
+
+def relayout(options: Options) -> None:
+    from benchmarks.relayout import measure_relayout
+
+    with workspace(options.folder, options.size, 12) as folder:
+        measure_relayout(options, folder)
+    note_memcpy(options, "layouts")
+
+
+def coldstart(options: Options) -> None:
+    from benchmarks.coldstart import measure_cold_starts
+
+    with workspace(options.folder, options.size, 3) as folder:
+        measure_cold_starts(options, folder)
+    note_memcpy(options, "cold start")
 
 
 IMPORTS = {
@@ -193,7 +248,10 @@ SCENARIOS = {
     "async": asynchronous,
     "slice": slices,
     "small": small,
+    "big": big,
+    "relayout": relayout,
     "mount": mount,
+    "coldstart": coldstart,
     "import": imports,
 }
 

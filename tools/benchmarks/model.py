@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 LAYERS = 33
+BIG_COUNT, BIG_COLUMNS = 3, 4096
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -39,10 +41,36 @@ def shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def big_shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
+    """Three tensors that are all of it: 1.1 GiB each of 3.3 GiB."""
+    rows = max(64, round(nbytes / BIG_COUNT / 4 / BIG_COLUMNS / 64) * 64)
+    return {f"big.{i}": (rows, BIG_COLUMNS) for i in range(BIG_COUNT)}
+
+
 def rows_of(count: int, rank: int, size: int) -> tuple[int, int]:
     """The rows of a rank, as torch's Shard(0) divides them."""
     each = -(-count // size)
     return min(count, rank * each), min(count, (rank + 1) * each)
+
+
+def fill(shapes: Mapping[str, Sequence[int]], first_row: Mapping[str, int], arrays: Mapping[str, Any]) -> None:
+    """Values that say where they belong, and do not compress; each array holds the rows from `first_row` on."""
+    noise = np.random.default_rng(7).standard_normal(1 << 20, dtype=np.float32)
+    for number, (name, array) in enumerate(arrays.items()):
+        flat = array.reshape(-1)
+        first = first_row[name] * math.prod(shapes[name][1:])
+        for at in range(0, flat.size, noise.size):
+            part = flat[at : at + noise.size]
+            np.add(np.roll(noise, -((first + at) % noise.size))[: part.size], number, out=part)
+
+
+def fingerprint(arrays: Iterable[Any]) -> str:
+    import xxhash
+
+    whole = xxhash.xxh3_128()
+    for array in arrays:
+        whole.update(memoryview(array).cast("B"))
+    return whole.hexdigest()
 
 
 @dataclass
@@ -71,27 +99,15 @@ class State:
         return sum(t.nbytes for t in self.local.values())
 
     def fill(self) -> None:
-        """Values that say where they belong, and do not compress."""
-        noise = np.random.default_rng(7).standard_normal(1 << 20, dtype=np.float32)
-        for number, (name, tensor) in enumerate(self.local.items()):
-            flat = tensor.numpy().reshape(-1)
-            low = rows_of(self.shapes[name][0], self.rank, self.size)[0]
-            first = low * math.prod(self.shapes[name][1:])
-            for at in range(0, flat.size, noise.size):
-                part = flat[at : at + noise.size]
-                np.add(np.roll(noise, -((first + at) % noise.size))[: part.size], number, out=part)
+        first = {name: rows_of(shape[0], self.rank, self.size)[0] for name, shape in self.shapes.items()}
+        fill(self.shapes, first, {name: tensor.numpy() for name, tensor in self.local.items()})
 
     def zero(self) -> None:
         for tensor in self.local.values():
             tensor.zero_()
 
     def fingerprint(self) -> str:
-        import xxhash
-
-        whole = xxhash.xxh3_128()
-        for tensor in self.local.values():
-            whole.update(memoryview(tensor.numpy()).cast("B"))
-        return whole.hexdigest()
+        return fingerprint(tensor.numpy() for tensor in self.local.values())
 
     def distributed(self, mesh: Any) -> dict[str, Any]:
         """The same memory as DTensors over a mesh."""

@@ -12,7 +12,7 @@ import platform
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class Measure:
     bytes_read: int | None = None  # from the disk, all ranks
     bytes_written: int | None = None
     of_raw: float | None = None  # seconds of the raw limit in the same repetition / seconds
+    of_memcpy: float | None = None  # seconds of a memcpy of the same bytes in the same repetition / seconds
     detail: dict[str, Any] = field(default_factory=dict)
     kind: str = "measure"
 
@@ -93,14 +94,15 @@ def read(path: str | os.PathLike[str]) -> Iterator[Measure | Skip | RunFacts]:
 
 
 def parse(line: str) -> Measure | Skip | RunFacts:
-    """One record, refused unless it has exactly the fields of its kind and sensible numbers."""
+    """One record, refused unless it has the fields of its kind, no others, and sensible numbers."""
     raw = json.loads(line)
     kind = KINDS.get(raw.get("kind")) if isinstance(raw, dict) else None
     if kind is None:
         raise ValueError("not a record of kind run, measure or skip")
     names = {f.name for f in fields(kind)}
-    if set(raw) != names:
-        raise ValueError(f"fields {sorted(set(raw) ^ names)} are missing or unknown")
+    needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+    if not needed <= set(raw) <= names:
+        raise ValueError(f"fields {sorted((needed - set(raw)) | (set(raw) - names))} are missing or unknown")
     record = kind(**raw)
     if isinstance(record, Measure) and not (record.seconds > 0 and record.bytes >= 0 and record.repetition >= 0):
         raise ValueError("seconds must be above 0, bytes and repetition at least 0")

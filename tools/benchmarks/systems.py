@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import raw_read, raw_write, sync_tree
+from benchmarks.machine import copy_bytes, raw_read, raw_write, sync_tree
 from benchmarks.model import State, rows_of
 
 CHUNK_BYTES = 8 << 20
@@ -37,6 +38,7 @@ class System:
 
     name = ""
     needs: tuple[str, ...] = ()
+    blocked_s: float | None = None  # how long the last save kept its caller, where that is less than the whole
 
     def missing(self) -> str | None:
         """Why it cannot run here."""
@@ -59,6 +61,24 @@ class System:
         """Where the files of this save lie."""
         return folder
 
+    # A peer in an environment of its own works in a process of its own, with a state of its own.
+
+    def open(self, job: Job, folder: Path) -> None:
+        """Before the first save or load of this job."""
+
+    def close(self) -> None:
+        pass
+
+    def process_of(self, job: Job) -> int:
+        """The process that is measured."""
+        return os.getpid()
+
+    def zero(self, job: Job) -> None:
+        job.state.zero()
+
+    def fingerprint(self, job: Job) -> str:
+        return job.state.fingerprint()
+
 
 class Raw(System):
     """The limit: one file a rank, O_DIRECT, 4 threads, nothing but the bytes."""
@@ -73,6 +93,21 @@ class Raw(System):
         found = sorted(folder.iterdir())
         for path in found[job.state.rank :: job.state.size]:
             raw_read(path)
+
+
+class Memcpy(System):
+    """The other limit: the same bytes copied within warm memory by each rank's one thread."""
+
+    name = "memcpy"
+
+    def save(self, job: Job, folder: Path) -> None:
+        copy_bytes(job.state.local_bytes)
+
+    def load(self, job: Job, folder: Path) -> None:
+        copy_bytes(job.state.local_bytes)
+
+
+LIMITS = ("raw", "memcpy")
 
 
 class Ckptfs(System):
@@ -299,6 +334,7 @@ class ZarrPython(System):
 
 ALL: tuple[type[System], ...] = (
     Raw,
+    Memcpy,
     Ckptfs,
     CkptfsDcp,
     TorchDcp,
@@ -307,8 +343,3 @@ ALL: tuple[type[System], ...] = (
     TensorStore,
     ZarrPython,
 )
-UNMEASURED = {
-    "Orbax": "not measured here: needs JAX in an environment of its own",
-    "ByteCheckpoint 0.0.2": "not measured here: needs an older torch in an environment of its own",
-    "DeepSpeed universal checkpoint": "not measured here: needs DeepSpeed in an environment of its own",
-}

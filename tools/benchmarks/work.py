@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import results
 from benchmarks.machine import Cost, evict, files_of, measured
-from benchmarks.model import State, shapes, size_of
-from benchmarks.systems import ALL, Job, Raw, System
+from benchmarks.model import State, big_shapes, shapes, size_of
+from benchmarks.peers import PEERS
+from benchmarks.systems import ALL, LIMITS, Job, Memcpy, System
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Plan:
     folder: str
     results: str
     drop_caches: bool
+    peers: dict[str, str]  # interpreters of the peers in environments of their own
+    unavailable: dict[str, str]  # and why the others have none
     detail: dict[str, Any]
 
 
@@ -74,15 +77,16 @@ class Ranks:
 
         return DeviceMesh("cpu", list(range(count))) if self.size > 1 else None
 
-    def timed(self, action: Callable[[], None]) -> Cost:
+    def timed(self, action: Callable[[], None], process: int | None = None) -> Cost:
         """All ranks do it at once; the slowest counts, memory is the largest, traffic the sum; same on all."""
         self.barrier()
-        error = None
-        with measured() as mine:
-            try:
+        error: BaseException | None = None
+        mine = Cost()
+        try:
+            with measured(process) as mine:
                 action()
-            except BaseException as caught:
-                error = caught
+        except BaseException as caught:
+            error = caught
         found = self.gather((mine, repr(error) if error else None))
         problems = [text for _, text in found if text]
         if problems:
@@ -134,11 +138,11 @@ class Ranks:
         )
 
     def systems(self) -> list[System]:
-        """Those that are asked for and there; raw always, because every result is compared with it."""
+        """Those that are asked for and there; the limits always, because every result is compared with them."""
         chosen = []
-        for kind in ALL:
-            system = kind()
-            if system.name != "raw" and self.plan.systems and system.name not in self.plan.systems:
+        everything = [*(kind() for kind in ALL), *(kind(self.plan.peers, self.plan.unavailable) for kind in PEERS)]
+        for system in everything:
+            if system.name not in LIMITS and self.plan.systems and system.name not in self.plan.systems:
                 continue
             reason = system.missing()
             if reason:
@@ -146,6 +150,19 @@ class Ranks:
             else:
                 chosen.append(system)
         return chosen
+
+    def opened(self, systems: Sequence[System], jobs: Sequence[Job | None]) -> list[System]:
+        """Those that are ready for these jobs."""
+        ready = []
+        for system in systems:
+            try:
+                for job in jobs:
+                    self.timed(lambda s=system, j=job: s.open(j, self.folder) if j else None)  # type: ignore[misc]
+                ready.append(system)
+            except RuntimeError as error:
+                self.skip(system.name, f"failed: {error}")
+                system.close()
+        return ready
 
     def remove(self, *paths: Path) -> None:
         self.barrier()
@@ -160,22 +177,30 @@ def rotated(items: Sequence[System], by: int) -> list[System]:
     return [*items[by % len(items) :], *items[: by % len(items)]]
 
 
-def with_raw(measures: list[results.Measure]) -> list[results.Measure]:
-    """Every result of a repetition as a fraction of the raw limit of the same operation in it."""
-    raw = {m.operation: m.seconds for m in measures if m.system == "raw"}
-    return [replace(m, of_raw=raw[m.operation] / m.seconds if m.operation in raw else None) for m in measures]
+def with_limits(measures: list[results.Measure]) -> list[results.Measure]:
+    """Every result of a repetition as a fraction of the limits of the same operation in it."""
+    seconds = {(m.system, m.operation): m.seconds for m in measures if m.system in LIMITS}
+
+    def share(limit: str, m: results.Measure) -> float | None:
+        found = seconds.get((limit, m.operation))
+        return found / m.seconds if found else None
+
+    return [replace(m, of_raw=share("raw", m), of_memcpy=share("memcpy", m)) for m in measures]
 
 
 # --- save and load ---------------------------------------------------------------------------------------------------
 
 
+SHAPES = {"transformer": shapes, "big": big_shapes}
+
+
 def save_and_load(ranks: Ranks) -> None:
     """Each system saves, durable, and loads its own bytes back cold, in place."""
     plan = ranks.plan
-    state = State(shapes(size_of(plan.size)), ranks.rank, ranks.size)
+    state = State(SHAPES[plan.detail["shapes"]](size_of(plan.size)), ranks.rank, ranks.size)
     job = Job(state, ranks.mesh(ranks.size), ranks.barrier)
     before = state.fingerprint()
-    systems = ranks.systems()
+    systems = ranks.opened(ranks.systems(), [job])
     for turn in range(-1, plan.repetitions):
         ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
         done: list[results.Measure] = []
@@ -185,9 +210,10 @@ def save_and_load(ranks: Ranks) -> None:
             except RuntimeError as error:
                 ranks.skip(system.name, f"failed: {error}")
                 systems = [s for s in systems if s is not system]
+                system.close()
                 state.fill()
         if turn >= 0:
-            for measure in with_raw(done):
+            for measure in with_limits(done):
                 ranks.note(measure)
 
 
@@ -195,19 +221,25 @@ def _round_trip(ranks: Ranks, job: Job, system: System, turn: int, before: str) 
     folder = ranks.folder / f"{type(system).__name__}-{turn + 1}"
     place = system.place(folder)
     nbytes, out = job.state.total_bytes, []
+    process = system.process_of(job)
     try:
-        cost = ranks.timed(lambda: system.save(job, folder))
-        files = len(files_of(place))
-        out.append(ranks.measure("save", system.name, nbytes, max(0, turn), cost, cache="durable", files=files))
+        cost = ranks.timed(lambda: system.save(job, folder), process)
+        files = 0 if isinstance(system, Memcpy) else len(files_of(place))
+        blocked_s = max((b for b in ranks.gather(system.blocked_s) if b is not None), default=None)
+        out.append(
+            ranks.measure(
+                "save", system.name, nbytes, max(0, turn), cost, cache="durable", files=files, blocked_s=blocked_s
+            )
+        )
         ranks.barrier()
-        cache = evict(place, drop_caches=ranks.plan.drop_caches) if ranks.rank == 0 else ""
+        cache = evict(place, drop_caches=ranks.plan.drop_caches) if ranks.rank == 0 and files else ""
         cache = ranks.gather(cache)[0]
-        check = turn < 0 and not isinstance(system, Raw)
+        check = turn < 0 and system.name not in LIMITS
         if check:
-            job.state.zero()
-        cost = ranks.timed(lambda: system.load(job, folder))
+            system.zero(job)
+        cost = ranks.timed(lambda: system.load(job, folder), process)
         out.append(ranks.measure("load", system.name, nbytes, max(0, turn), cost, cache=cache, files=files))
-        if check and not all(ranks.gather(job.state.fingerprint() == before)):
+        if check and not all(ranks.gather(system.fingerprint(job) == before)):
             raise RuntimeError("what it loaded is not what was saved")
     finally:
         ranks.remove(place)
@@ -221,12 +253,14 @@ def reshard_prepare(ranks: Ranks) -> None:
     """Two ranks save; the folders stay for the four that load them."""
     state = State(shapes(size_of(ranks.plan.size)), ranks.rank, ranks.size)
     job = Job(state, ranks.mesh(ranks.size), ranks.barrier)
-    for system in ranks.systems():
-        if system.name in RESHARD:
+    for system in ranks.opened([s for s in ranks.systems() if s.name in RESHARD], [job]):
+        try:
             ranks.timed(lambda s=system: s.save(job, ranks.folder / f"{type(s).__name__}-0"))
+        except RuntimeError as error:
+            ranks.skip(system.name, f"failed: {error}")
 
 
-RESHARD = ("raw", "ckptfs", "DCP + ckptfs", "DCP")
+RESHARD = (*LIMITS, "ckptfs", "DCP + ckptfs", "DCP", "Orbax", "ByteCheckpoint 0.0.2")
 
 
 def reshard(ranks: Ranks) -> None:
@@ -239,18 +273,31 @@ def reshard(ranks: Ranks) -> None:
         if ranks.rank < count:
             jobs[count] = Job(State(table, ranks.rank, count), mesh, ranks.barrier)
     before = {count: job.state.fingerprint() for count, job in jobs.items()}
-    systems = [s for s in ranks.systems() if s.name in RESHARD]
+    saved = [s for s in ranks.systems() if s.name in RESHARD and _was_saved(ranks, s)]
+    systems = ranks.opened(saved, [jobs.get(2), jobs.get(4)])
     for turn in range(-1, plan.repetitions):
         ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
         done: list[results.Measure] = []
         for system in rotated(systems, turn + 1):
-            done += [
-                _reshard_once(ranks, jobs.get(count), system, count, turn, before.get(count))
-                for count in ((2, 4) if turn % 2 else (4, 2))
-            ]
+            try:
+                done += [
+                    _reshard_once(ranks, jobs.get(count), system, count, turn, before.get(count))
+                    for count in ((2, 4) if turn % 2 else (4, 2))
+                ]
+            except RuntimeError as error:
+                ranks.skip(system.name, f"failed: {error}")
+                systems = [s for s in systems if s is not system]
+                system.close()
+                for job in jobs.values():
+                    job.state.fill()
         if turn >= 0:
-            for measure in with_raw(done):
+            for measure in with_limits(done):
                 ranks.note(measure)
+
+
+def _was_saved(ranks: Ranks, system: System) -> bool:
+    there = isinstance(system, Memcpy) or system.place(ranks.folder / f"{type(system).__name__}-0").exists()
+    return bool(ranks.gather(there)[0])
 
 
 def _reshard_once(
@@ -258,13 +305,15 @@ def _reshard_once(
 ) -> results.Measure:
     folder = ranks.folder / f"{type(system).__name__}-0"
     ranks.barrier()
-    cache = evict(system.place(folder), drop_caches=ranks.plan.drop_caches) if ranks.rank == 0 else ""
+    on_disk = not isinstance(system, Memcpy)
+    cache = evict(system.place(folder), drop_caches=ranks.plan.drop_caches) if ranks.rank == 0 and on_disk else ""
     cache = ranks.gather(cache)[0]
-    check = turn < 0 and system.name != "raw"
+    check = turn < 0 and system.name not in LIMITS
     if check and job:
-        job.state.zero()
-    cost = ranks.timed(lambda: system.load(job, folder) if job else None)
-    if check and not all(ranks.gather(job is None or job.state.fingerprint() == before)):
+        system.zero(job)
+    process = system.process_of(job) if job else None
+    cost = ranks.timed(lambda: system.load(job, folder) if job else None, process)
+    if check and not all(ranks.gather(job is None or system.fingerprint(job) == before)):
         raise RuntimeError(f"{system.name} 2→{count}: what it loaded is not what was saved")
     nbytes = ranks.gather(job.state.total_bytes if job else 0)[0]
     return ranks.measure(f"load 2→{count}", system.name, nbytes, max(0, turn), cost, cache=cache, ranks=count)
@@ -279,13 +328,13 @@ def small(ranks: Ranks) -> None:
     """3,000 tensors of 4 KiB, saved durably by one rank."""
     state = State({f"p{i}": (SMALL_BYTES // 4,) for i in range(SMALL_COUNT)}, 0, 1)
     job = Job(state, None, lambda: None)
-    systems = [s for s in ranks.systems() if s.name != "raw"]
+    systems = ranks.opened([s for s in ranks.systems() if s.name not in LIMITS], [job])
     slow: set[str] = set()
     for turn in range(-1, ranks.plan.repetitions):
         for system in rotated([s for s in systems if turn < 1 or s.name not in slow], turn + 1):
             folder = ranks.folder / f"{type(system).__name__}-{turn + 1}"
             try:
-                cost = ranks.timed(lambda s=system, f=folder: s.save(job, f))
+                cost = ranks.timed(lambda s=system, f=folder: s.save(job, f), system.process_of(job))
             except RuntimeError as error:
                 ranks.skip(system.name, f"failed: {error}")
                 systems = [s for s in systems if s is not system]

@@ -244,7 +244,7 @@ def publish(run: Store, name: str, folder: str, raw: bytes, *, overwrite: bool, 
         return
     local: LocalStore = run  # type: ignore[assignment]
     target = claim.store(local, folder) if claim is not None else local.sub(folder)
-    target.write(mf.NAME, raw)
+    target.write_unsynced(mf.NAME, raw)  # nobody sees the folder yet: one sync for all that is in it
     target.syncfs()
     try:
         local.rename_dir(folder, name)

@@ -20,7 +20,7 @@ class Settings:
     async_buffer_bytes: int = 1024 * MIB  # the same for asynchronous saves
     read_buffer_bytes: int = 128 * MIB  # scratch for reads that do not land in place
     write_threads: int = 4
-    read_threads: int = 8
+    read_threads: int = 4
     small_file_bytes: int = 256 * 1024  # below: no reservation, no direct I/O, written in one call
     enter_timeout_s: float = 600.0  # how long the leader waits for a rank to enter a save
     progress_timeout_s: float = 120.0  # how long a rank may stand still before a save is given up

@@ -7,6 +7,7 @@ torch is only needed when a torch tensor comes along.
 from __future__ import annotations
 
 import sys
+import weakref
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -111,12 +112,9 @@ def _dtensor(name: str, value: Any, rank: int) -> Held:
             raise MismatchError(
                 f"{name!r} has the placement {placement}, which ckptfs does not know: redistribute it first"
             )
-    mesh = value.device_mesh
-    ranks = mesh.mesh.flatten().tolist()
-    if len(ranks) != 2 and ranks == list(range(ranks[0], ranks[0] + len(ranks))):
-        ranks = [ranks[0], len(ranks)]
+    sizes, ranks = _mesh(value.device_mesh)
     shape = tuple(value.shape)
-    spread = ["mesh", list(mesh.mesh.shape), ranks, places]
+    spread = ["mesh", sizes, ranks, places]
     local = value.detach()._local_tensor  # noqa: SLF001 - to_local() is differentiable and wraps; this is the storage
     if type(local).__name__ == "AsyncCollectiveTensor":
         local = local.wait()
@@ -125,6 +123,21 @@ def _dtensor(name: str, value: Any, rank: int) -> Held:
     if boxes:
         _refuse(name, local)
     return Held(Desc(name, dtype, shape, spread), _cut_local(name, local, boxes), value)
+
+
+_meshes: weakref.WeakKeyDictionary[Any, tuple[list[int], list[int]]] = weakref.WeakKeyDictionary()
+
+
+def _mesh(mesh: Any) -> tuple[list[int], list[int]]:
+    """A device mesh's sizes and its ranks, as a spread says them. Torch works them out anew (0.1 ms) at every look."""
+    found = _meshes.get(mesh)
+    if found is None:
+        table = mesh.mesh
+        ranks = table.flatten().tolist()
+        if len(ranks) != 2 and ranks == list(range(ranks[0], ranks[0] + len(ranks))):
+            ranks = [ranks[0], len(ranks)]
+        found = _meshes[mesh] = (list(table.shape), ranks)
+    return found
 
 
 def _cut_local(name: str, local: Any, boxes: list[Box]) -> list[tuple[Box, Any]]:

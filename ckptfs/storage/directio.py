@@ -27,6 +27,7 @@ from ckptfs.storage.fileops import REAL_OPS, FileOps
 
 ALIGN_BYTES = 4096  # satisfies every disk in use; many accept 512
 BUFFER_BYTES = 8 << 20  # one request: 4 MiB reach 0.93 of the rate of 8 MiB, 1 MiB 0.7
+_HUGE_PAGE_BYTES = 2 << 20  # another size elsewhere: then some of the mapping stays in small pages
 DIRECT_MIN_BYTES = 256 << 10  # below this a buffered call costs less than a trip to the disk
 
 PIECE_BYTES = 1 << 20  # copied and hashed while in the processor's cache: 10 % faster loads than 8 MiB at a time
@@ -53,14 +54,16 @@ class Buffer:
     """Page-aligned reusable memory. `at(offset, nbytes)` is the part that suits direct I/O at that file offset."""
 
     def __init__(self, nbytes: int) -> None:
-        self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Whole huge pages of address space: only then does the kernel begin the mapping at one. The rest is not touched.
+        mapped = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else nbytes
+        self._memory = mmap.mmap(-1, mapped, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         try:
             # A request to or from 4 KiB pages is a list of thousands of addresses: huge pages read 1.9 times as fast
-            # and write 1.25 times as fast past the page cache (virtual disk, 4 threads).
+            # and write 1.4 times as fast past the page cache (virtual disk, 2 processes of 4 threads).
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         except (AttributeError, OSError):
             pass  # not in this kernel, or switched off
-        self.view = memoryview(self._memory)
+        self.view = memoryview(self._memory)[:nbytes]
 
     def at(self, offset: int, nbytes: int) -> memoryview:
         start = offset % ALIGN_BYTES

@@ -276,7 +276,7 @@ class Round:
             if now is not None and now[0].seq != self.seq and not self._read_verdict():
                 self._verdict = self._verdict_from(now[0])
                 return
-            if looking and on_order is not None and not self._act:
+            if on_order is not None and self._beats.ordered and not self._act:
                 self._hear_order(on_order)
 
     def _hear_order(self, on_order: Callable[[bytes], bytes | None]) -> None:
@@ -731,6 +731,7 @@ class _Beats:
         self._past: dict[str, tuple[int, float]] = {}
         self._interval_s = max(owner.timeouts.beat_s, owner.group.size / 8000)
         self.abort = False
+        self.ordered = False
 
     def note(self, phase: str, bytes_done: int, bytes_total: int | None) -> None:
         with self._lock:
@@ -786,6 +787,8 @@ class _Beats:
     def _listen(self) -> None:
         bad_news = "failed" if self._round.group.rank == 0 else "verdict"
         self.abort = self.abort or self._round.group.kv.check(self._round.key(bad_news))
+        if self._phase == "verdict":
+            self.ordered = self.ordered or self._round.group.kv.check(self._round.key("order"))
 
 
 def _pack_hellos(hellos: Sequence[bytes]) -> bytes:

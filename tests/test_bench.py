@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from benchmarks import command, machine, model, report, results  # noqa: E402
+from benchmarks import claims, command, environments, machine, model, peers, report, results, systems, work  # noqa: E402
 
 
 def measure(**changes):
@@ -105,6 +105,14 @@ def test_a_fingerprint_notices_one_changed_value():
     assert state.fingerprint() != before
 
 
+def test_large_tensors_are_three_of_the_size_asked_for():
+    table = model.big_shapes(model.size_of("3.3G"))
+    sizes = [4 * rows * columns for rows, columns in table.values()]
+    assert len(sizes) == 3
+    assert min(sizes) > 1 << 30
+    assert 0.98 < sum(sizes) / model.size_of("3.3G") < 1.02
+
+
 # --- the machine -----------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +201,117 @@ def test_the_report_is_written_with_its_plots(tmp_path):
 def test_nothing_to_report_is_an_error(tmp_path):
     with pytest.raises(SystemExit, match="no results"):
         report.write_report([], tmp_path / "x.md")
+
+
+# --- claims ----------------------------------------------------------------------------------------------------------
+
+
+def sources():
+    return sorted((ROOT / "docs" / "results").glob("*.jsonl"))
+
+
+def test_the_readme_and_the_benchmarks_say_what_the_results_say():
+    found = report.results_of(sources())
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    again = "run tools/bench report"
+    assert claims.with_claims(readme, found, sources()) == readme, again
+    names = [path.name for path in sources() if report.is_bench(path)]
+    assert report.render(found, names) == (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"), again
+
+
+def table_of(tmp_path, *records, **others):
+    paths = []
+    for name, rows in others.items():
+        paths.append(tmp_path / f"{name}.jsonl")
+        paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return claims.claims_table(report.Results([facts(), *records]), paths)
+
+
+def test_a_claim_names_its_figure_its_verdict_and_its_command(tmp_path):
+    text = table_of(tmp_path, measure(seconds=1.0), measure(system="raw", seconds=0.9))
+    assert "| durable save at least 0.85 of raw | 0.90 | met | `tools/bench save` |" in text
+    assert "times faster than DCP" not in text  # nothing was measured: nothing is claimed
+    assert "**missed**" in table_of(tmp_path, measure(seconds=1.0), measure(system="raw", seconds=0.5))
+
+
+def test_many_slices_are_one_claim_by_the_worst_of_them(tmp_path):
+    rows = []
+    for operation, ours in (("row", 1.0), ("column", 3.0)):
+        base = {"scenario": "slices", "operation": operation, "cache": "warm"}
+        rows += [measure(**base, seconds=ours), measure(**base, system="zarr-python", seconds=2.0)]
+    text = table_of(tmp_path, *rows)
+    assert "| slices within 10 % of the fastest peer's time | 1 of 2 kinds; the worst 1.50 | **missed** |" in text
+    assert "| slices at least 5 times faster than zarr-python | 0 of 2 kinds; the worst 0.67 | **missed** |" in text
+
+
+def test_campaigns_and_simulations_are_claimed_from_their_own_files(tmp_path):
+    crash = [
+        {"seed": 1, "minutes": 2.0, "tried": {"kill": 5, "stop": 2}, "survived": {"kill": 5, "stop": 2}},
+        {"seed": 2, "minutes": 2.0, "tried": {"kill": 3}, "survived": {"kill": 2}},
+    ]
+    simulate = [
+        {"model": "a", "layout": "x", "ranks": 16384, "plan_max_s": 0.4, "exchanged_mb": 1.0},
+        {"model": "b", "layout": "y", "ranks": 16384, "plan_max_s": 1.4, "exchanged_mb": 2.0},
+        {"model": "c", "layout": "y", "ranks": 1024, "plan_max_s": 9.0, "merge_s": 3.0},
+    ]
+    text = table_of(tmp_path, measure(), crash=crash, simulate=simulate)
+    assert "| 9 of 10 in 4 minutes | **missed** |" in text
+    assert "| 16,384 simulated ranks: a rank plans in under 1 s | 1.40 s at worst (b, y) | **missed** |" in text
+    assert "| 16,384 simulated ranks: under 10 MB exchanged by all ranks | 2.00 MB at worst (b, y) | met |" in text
+    assert "merge" not in text
+
+
+def test_commands_are_said_without_the_paths_of_the_run():
+    run = facts()
+    run = results.RunFacts(**(asdict(run) | {"command": "tools/bench save --size 1G --results /a/b --folder '/c d'"}))
+    found = report.Results([run, measure()])
+    assert claims.command_of(found, "save and load") == "tools/bench save --size 1G"
+    run = results.RunFacts(**(asdict(run) | {"command": "tools/bench record --results /a/b"}))
+    found = report.Results([run, measure()])
+    assert claims.command_of(found, "save and load") == "tools/bench record --only save"
+
+
+def test_a_readme_without_its_marks_is_an_error():
+    with pytest.raises(SystemExit, match="marks"):
+        claims.with_claims("nothing", report.Results([facts(), measure()]), [])
+
+
+def test_every_scenario_of_the_record_can_be_claimed_again():
+    assert set(claims.KEYS.values()) == set(command.RECORD)
+
+
+# --- peers -----------------------------------------------------------------------------------------------------------
+
+
+def test_fractions_are_of_the_limits_of_the_same_repetition_and_operation():
+    found = work.with_limits(
+        [measure(seconds=4.0), measure(system="raw", seconds=1.0), measure(system="memcpy", seconds=0.5)]
+    )
+    assert (found[0].of_raw, found[0].of_memcpy) == (0.25, 0.125)
+    assert work.with_limits([measure(operation="load")])[0].of_raw is None
+
+
+def test_an_environment_that_cannot_be_made_says_why(tmp_path, monkeypatch):
+    wanted = environments.Environment("none", (str(tmp_path / "nothing==1.whl"),), "pass")
+    monkeypatch.setitem(environments.ENVIRONMENTS, "Nobody", wanted)
+    with pytest.raises(environments.Unavailable, match=r"nothing==1\.whl"):
+        environments.python_of("Nobody", tmp_path / "envs")
+    with pytest.raises(environments.Unavailable, match=r"nothing==1\.whl"):  # half an environment is none
+        environments.python_of("Nobody", tmp_path / "envs")
+
+
+def test_a_peer_without_an_environment_is_missing_with_its_reason():
+    assert peers.Orbax({}, {"Orbax": "no JAX for this machine"}).missing() == "no JAX for this machine"
+    assert peers.Orbax({"Orbax": "/python"}, {}).missing() is None
+
+
+def test_a_peer_that_fails_or_ends_is_an_error_with_what_it_said(tmp_path):
+    pytest.importorskip("torch")
+    job = systems.Job(model.State({"a": (4, 2)}, 0, 1), None, lambda: None)
+    with pytest.raises(RuntimeError, match="KeyError: 'Nobody'"):
+        peers.Child(sys.executable, "Nobody", job, tmp_path)
+    with pytest.raises(RuntimeError, match="its process ended; it said nothing"):
+        peers.Child("/bin/false", "Nobody", job, tmp_path)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -34,7 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "report":
         from benchmarks.report import write_report
 
-        write_report(args.results or sorted((ROOT / "docs" / "results").glob("*.jsonl")), args.out)
+        own = args.out == ROOT / "docs" / "benchmarks.md"
+        sources = args.results or sorted((ROOT / "docs" / "results").glob("*.jsonl"))
+        write_report(sources, args.out, ROOT / "README.md" if own and not args.results else None)
         return 0
     out = args.results or _default_results(args)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +87,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         argv = sys.argv[1:]
     if argv and argv[0] == "report":
         parser = argparse.ArgumentParser(
-            prog="tools/bench report", description="Render docs/benchmarks.md from results."
+            prog="tools/bench report", description="Render docs/benchmarks.md and the README's table from results."
         )
         parser.add_argument("results", nargs="*", type=Path, help="JSON-lines files (default: docs/results/*.jsonl)")
         parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks.md")

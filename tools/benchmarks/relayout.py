@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks import results
 from benchmarks.environments import Unavailable, python_of
-from benchmarks.machine import evict, files_of, sync_tree
+from benchmarks.machine import evict, files_of
 
 if TYPE_CHECKING:
     from benchmarks.jobs import Options
@@ -49,7 +49,10 @@ def _one(options: Options, folder: Path, system: str, python: str) -> None:
     turns = options.repetitions + 1
     found = {"save": _ranks(options, folder, system, python, SAVED_BY, "save")}
     if "DeepSpeed" in system:
-        found["convert"] = [_convert(options, folder / str(turn), python) for turn in range(turns)]
+        found["convert"] = [
+            _convert(options, folder / str(turn), python) | {"bytes": found["save"][turn]["bytes"]}
+            for turn in range(turns)
+        ]
     for count in LOADED_BY:
         found[f"load by {count}"] = _ranks(options, folder, system, python, count, "load")
     for turn in range(turns - 1):
@@ -140,5 +143,4 @@ def _convert(options: Options, step: Path, python: str) -> dict[str, float]:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise RuntimeError(f"{shlex.join(command[2:])} after {time.monotonic() - begin:.0f} s: {last}")
     cost: dict[str, float] = json.loads(lines[0][5:])
-    sync_tree(target)
-    return cost | {"bytes": float(sum(p.stat().st_size for p in files_of(target))), "files": len(files_of(target))}
+    return cost | {"files": len(files_of(target))}

@@ -30,7 +30,7 @@ WAYS = {
     "native-blocking": ("native", SEGMENTED, {"blocking": True}, MountOptions()),
     "fusepy-local": ("fusepy", LOCAL, {}, MountOptions()),
     "fusepy-blocking": ("fusepy", SEGMENTED, {"blocking": True}, MountOptions()),
-    "fusepy-single": ("fusepy", SEGMENTED, {}, MountOptions(single_thread=True)),
+    "fusepy-segmented": ("fusepy", SEGMENTED, {}, MountOptions()),
 }
 SIZES = {"empty": 0, "one": 1, "page-1": 4095, "page": 4096, "page+1": 4097, "sub/odd": 1_048_579, "sub/big": 3_400_000}
 NAMES = [*SIZES, "sub/link", "sub/deep/é ü", "sub", "sub/deep", "missing", "sub/missing", "dangling", "page/x"]

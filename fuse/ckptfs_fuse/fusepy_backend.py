@@ -4,7 +4,7 @@ Rules:
 - Reads go straight into libfuse's own buffer; stock usage returns bytes, which are then copied twice.
 - Immutable content: keep_cache for a version that the kernel has seen, long timeouts when the whole tree is immutable.
 - Every failure is an errno (fusepy itself would answer EINVAL); whatever writes is EROFS.
-- Several threads, so that one slow read does not stall others; slow reads are bounded by a deadline.
+- One slow read does not stall others (see fusepy_loop), and is bounded by a deadline.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from ckptfs.errors import CkptError, StaleError, StorageError
 from ckptfs.views.nodes import Dir, File, Link, Node, resolve
 from ckptfs_fuse.answers import FOR_EVER_S, attributes, errno_of, log, log_failure, version_of
+from ckptfs_fuse.fusepy_loop import LeaderLoop, installed
 from ckptfs_fuse.options import MountOptions
 from ckptfs_fuse.slow import SlowWork
 from ckptfs_fuse.table import Handle, Known
@@ -78,13 +79,13 @@ _OPERATIONS: dict[int, Operations] = {}
 
 
 def serve(root: Dir, mountpoint: str, options: MountOptions, on_ready: Callable[[], None]) -> None:
-    """Mount and answer until unmounted or told to stop by SIGTERM, SIGINT or SIGHUP (libfuse handles those)."""
+    """Mount and answer until unmounted or told to stop by SIGTERM, SIGINT or SIGHUP."""
     module = load_library()
     keep_s = FOR_EVER_S if root.immutable else root.refresh_s
-    operations = Operations(root, options, on_ready)
+    loop = installed(module, mountpoint)
+    operations = Operations(root, options, on_ready, loop)
     settings: dict[str, Any] = {
         "foreground": True,
-        "nothreads": options.single_thread,
         "raw_fi": True,
         "ro": True,
         "fsname": "ckptfs",
@@ -111,8 +112,9 @@ class Operations:
     use_ns = True
     flag_nullpath_ok = 1  # open files go on when their name is gone: libfuse 2 then gives None for the path
 
-    def __init__(self, root: Dir, options: MountOptions, on_ready: Callable[[], None]) -> None:
+    def __init__(self, root: Dir, options: MountOptions, on_ready: Callable[[], None], loop: LeaderLoop | None) -> None:
         self._root = root
+        self._loop = loop
         self._on_ready = on_ready
         self._slow = SlowWork(options.slow_threads, options.read_timeout_s)
         self._handles: dict[int, Handle] = {}
@@ -232,6 +234,8 @@ class Operations:
             answer.extend([result, error])
             ended.set()
 
+        if self._loop is not None:
+            self._loop.step_aside()
         self._slow.submit(work, done)
         ended.wait()
         if answer[1] is not None:

@@ -17,7 +17,6 @@ class MountOptions:
     allow_other: bool = False  # other users may read too (needs root, or user_allow_other in /etc/fuse.conf)
     nonempty: bool = False  # mount over a folder that has something in it
     read_timeout_s: float = 30.0  # a blocking read that takes longer is answered with EIO
-    single_thread: bool = False  # fusepy: one thread for everything; only for trees in which nothing is slow
     request_threads: int = 4  # native: threads that take requests from the kernel
     slow_threads: int = 8  # threads for blocking reads
     readahead_kib: int = 1024  # the kernel's readahead on the mount, raised when permitted

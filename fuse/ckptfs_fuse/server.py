@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,15 +34,13 @@ from ckptfs.errors import CkptError, MismatchError, NotFoundError, StorageError
 from ckptfs.views.nodes import Dir
 from ckptfs_fuse import fusepy_backend, kernel
 from ckptfs_fuse.answers import log
+from ckptfs_fuse.ending import STOP_SIGNALS, stop_pipe, wait_for_end
 from ckptfs_fuse.native import READ_BYTES_MAX, NativeServer
 from ckptfs_fuse.options import BACKENDS, MountOptions
 
 READY_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
-GRACE_S = 5.0  # after SIGTERM: how long readers of a busy mount are still served
 LOG_TAIL_BYTES = 2000
-
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 # --- the server's side -------------------------------------------------------------------------------------------
@@ -77,7 +75,7 @@ def serve(
 
 def _serve_native(root: Dir, path: str, options: MountOptions, ready: Callable[[], None], *, must: bool) -> bool:
     """False when it could not mount, and another backend may try."""
-    with _stop_pipe() as stop_fd:
+    with stop_pipe() as stop_fd:
         try:
             fd = kernel.mount(
                 path, allow_other=options.allow_other, max_read_bytes=READ_BYTES_MAX, nonempty=options.nonempty
@@ -89,38 +87,9 @@ def _serve_native(root: Dir, path: str, options: MountOptions, ready: Callable[[
             return False
         server = NativeServer(root, fd, options, ready)
         server.start()
-        _wait_for_end(server, path, stop_fd)
+        wait_for_end(server, path, stop_fd)
         server.close()
     return True
-
-
-@contextlib.contextmanager
-def _stop_pipe() -> Iterator[int]:
-    """A descriptor that becomes readable when a signal says stop."""
-    reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    before = {number: signal.signal(number, lambda *_: None) for number in _STOP_SIGNALS}
-    wakeup = signal.set_wakeup_fd(writing)
-    try:
-        yield reading
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(reading)
-        os.close(writing)
-
-
-def _wait_for_end(server: NativeServer, path: str, stop_fd: int) -> None:
-    while not select.select([stop_fd, server.ended_fd], [], [], None)[0]:
-        continue
-    if not server.wait(0):
-        try:
-            kernel.unmount(path)
-        except OSError as error:
-            log.warning("%s is %s: hidden now, readers are served for %g s more", path, error.strerror, GRACE_S)
-            with contextlib.suppress(OSError):
-                kernel.unmount(path, lazy=True)
-        server.wait(GRACE_S)
 
 
 def _tell(ready_fd: int | None, message: dict[str, Any]) -> None:
@@ -144,7 +113,7 @@ def _start_guardian(path: str) -> int:
 
 def _guard(path: str, reading: int) -> None:
     os.setsid()  # a signal to the server's process group is not for the guardian
-    for number in _STOP_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.dup2(reading, 0)
     os.closerange(1, 65536)  # holds no file of anybody, above all not the ready pipe

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +138,10 @@ class LazyArray(ABC):
     def fill(self, parts: Sequence[Part]) -> None:
         """Fill destinations (carrier-typed arrays of each box's shape, any strides) with boxes of the array."""
 
+    def at_hand(self, index: Any) -> Data | None:
+        """What an index selects, in memory to copy from (of the carrier type), if it is there; else None."""
+        return None
+
     def skips(self, dim: int, step: int) -> bool:
         """Whether single indices of a dimension, `step` apart, are better read one by one than with what is between."""
         return False
@@ -180,6 +184,9 @@ class LazyArray(ABC):
 
     def numpy(self, index: Any = ...) -> Data:
         """The whole array or a part of it as a numpy array (bfloat16 and float8 have types of ml_dtypes)."""
+        ready = self.at_hand(index)
+        if ready is not None:
+            return ready.copy().view(self.element.numpy)
         selection = select(index, self.shape, self.name)
         out = np.empty(selection.shape, self.element.carrier)
         self._into(selection, out)
@@ -189,6 +196,11 @@ class LazyArray(ABC):
         """The same as a torch tensor."""
         import torch
 
+        ready = self.at_hand(index)
+        if ready is not None:
+            out = torch.empty(ready.shape, dtype=self.element.torch)
+            np.copyto(as_numpy(out), ready)
+            return out
         selection = select(index, self.shape, self.name)
         out = torch.empty(selection.shape, dtype=self.element.torch)
         plain = out if self.element.native else out.view(torch.int16 if self.element.itemsize == 2 else torch.uint8)
@@ -214,6 +226,9 @@ class LazyArray(ABC):
 
         A CUDA tensor is filled through pinned memory, piece by piece, on its current stream.
         """
+        ready = self.at_hand(index)
+        if ready is not None and self.take(ready, out):
+            return out
         selection = select(index, self.shape, self.name)
         self._check(selection, out)
         if getattr(out, "is_cuda", False):
@@ -221,6 +236,14 @@ class LazyArray(ABC):
         else:
             self._into(selection, as_numpy(out if isinstance(out, np.ndarray) else out.detach()))
         return out
+
+    def parts(self, index: Any, out: Any) -> tuple[list[Part], Callable[[], None]]:
+        """What a read into memory of this process has to fill, and what is to be done afterwards."""
+        selection = select(index, self.shape, self.name)
+        self._check(selection, out)
+        if getattr(out, "is_cuda", False):
+            raise MismatchError(f"{self.name}: several slices at once are read into memory, not into a CUDA tensor")
+        return self._parts(selection, as_numpy(out if isinstance(out, np.ndarray) else out.detach()))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Data:
         if copy is False:
@@ -263,13 +286,36 @@ class LazyArray(ABC):
                 "it is read-only, expanded, conjugated, byte-swapped or meta"
             )
 
+    def take(self, ready: Data, out: Any) -> bool:
+        """Copy what is at hand into an ordinary destination; False: look closer."""
+        if type(out) is np.ndarray:
+            element = self.element
+            if out.shape != ready.shape or out.dtype != element.numpy or not out.flags.writeable or 0 in out.strides:
+                return False
+            np.copyto(out.view(element.carrier), ready)
+            return True
+        torch = sys.modules.get("torch")
+        if torch is None or type(out) is not torch.Tensor or not out.is_cpu:
+            return False
+        if tuple(out.shape) != ready.shape or out.dtype != self.element.torch or 0 in out.stride():
+            return False
+        if out.is_conj() or out.is_neg():
+            return False
+        np.copyto(as_numpy(out.detach()), ready)
+        return True
+
     def _into(self, selection: Selection, out: Data) -> None:
+        parts, finish = self._parts(selection, out)
+        if parts:
+            self.fill(parts)
+        finish()
+
+    def _parts(self, selection: Selection, out: Data) -> tuple[list[Part], Callable[[], None]]:
         if not out.size:
-            return
+            return [], _nothing
         view = out[selection.undo]
         if max(selection.steps, default=1) == 1:
-            self.fill([(selection.box, view)])
-            return
+            return [(selection.box, view)], _nothing
         parts: list[Part] = []
         copies: list[tuple[Data, Data]] = []
         for box, steps, target in self._by_index(selection.box, selection.steps, view, 0):
@@ -279,9 +325,12 @@ class LazyArray(ABC):
                 whole = np.empty(box.shape, out.dtype)
                 parts.append((box, whole))
                 copies.append((target, whole[tuple(slice(None, None, s) for s in steps)]))
-        self.fill(parts)
-        for target, picked in copies:
-            target[...] = picked
+
+        def finish() -> None:
+            for target, picked in copies:
+                target[...] = picked
+
+        return parts, finish
 
     def _by_index(
         self, box: Box, steps: tuple[int, ...], view: Data, dim: int
@@ -326,3 +375,7 @@ class LazyArray(ABC):
                 copied[turn] = torch.cuda.Event()
                 copied[turn].record()
             torch.cuda.current_stream().synchronize()  # the pinned memory goes back to torch's cache
+
+
+def _nothing() -> None:
+    """All of it landed in place."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from ckptfs import dtypes, tree
-from ckptfs.array import LazyArray, Part
+from ckptfs.array import Data, LazyArray, Part
 from ckptfs.box import Box, strides_of
 from ckptfs.errors import CkptError, FormatError, MismatchError, NotFoundError, StaleError
 from ckptfs.loadplan import GAP_BYTES
@@ -31,7 +32,12 @@ if TYPE_CHECKING:
 
     from ckptfs.shared_reads import Peers
     from ckptfs.storage import Store
+    from ckptfs.storage.pagecache import OpenFile
     from ckptfs.view import View
+
+
+LOOK_AGAIN_S = 0.05
+AT_HAND_BYTES = 2 << 20
 
 
 class Array(LazyArray):
@@ -44,6 +50,49 @@ class Array(LazyArray):
         self.name = name
         self.shape = param.shape
         self.element = param.dtype
+        self._window: tuple[OpenFile, np.ndarray[Any, Any]] | None = None
+        self._look_at = 0.0
+        # What is as large may hold a whole extent, or (verify="full") must be checked anyway: not to be had at hand.
+        self._unchecked_bytes = {"none": sys.maxsize, "extents": param.shortest_extent, "full": 0}[self._verify]
+
+    def at_hand(self, index: Any) -> Data | None:
+        window = self._window
+        if (window is None or not window[0].whole()) and (window := self._look()) is None:
+            return None
+        for item in index if type(index) is tuple else (index,):
+            if type(item) is not slice and type(item) is not int and item is not Ellipsis and item is not None:
+                return None
+        try:
+            part = window[1][index]
+        except (IndexError, TypeError, ValueError):
+            return None  # the long way says what is wrong
+        if type(part) is not np.ndarray or part.nbytes > AT_HAND_BYTES:
+            return None  # a single element, or more than one thread should copy
+        if part.nbytes >= self._unchecked_bytes and not self._checked(window[1], part):
+            return None
+        self._checkpoint.count(part.nbytes)
+        return part
+
+    def _look(self) -> tuple[OpenFile, np.ndarray[Any, Any]] | None:
+        """A window, if the array is in the page cache; what is not there is not asked for again at once."""
+        now = time.monotonic()
+        if now < self._look_at or not self._unchecked_bytes:
+            return None
+        self._window = self._checkpoint.window(self.param)
+        if self._window is None:
+            self._look_at = now + LOOK_AGAIN_S
+        return self._window
+
+    def _checked(self, whole: Data, part: Data) -> bool:
+        """Check the whole extents in a part; False where that is not simple."""
+        layout = self.param.layout
+        if part.flags.c_contiguous:
+            if part.nbytes == layout.nbytes != layout.logical_bytes:
+                return False  # the padding belongs to the last extent, which is to be checked too
+            start = part.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+            self._checkpoint.check_window(self.param, start, part)
+            return True
+        return part.ndim == 2 and min(part.strides) > 0 and part.shape[1] * part.itemsize < self._unchecked_bytes
 
     def fill(self, parts: Sequence[Part]) -> None:
         work = [(self.param, [Target(box, out)]) for box, out in parts]
@@ -83,6 +132,7 @@ class Checkpoint(Mapping[str, Array]):
             raise NotFoundError(msg) from None
         self.manifest = Manifest.parse(raw, where)
         self._reader = Reader(self.store, self.settings)
+        self._arrays: dict[str, Array] = {}
 
     def __repr__(self) -> str:
         return f"<ckptfs.Checkpoint {self.url} step {self.step}, {len(self)} arrays, {self.manifest.nbytes} bytes>"
@@ -114,7 +164,10 @@ class Checkpoint(Mapping[str, Array]):
     # --- mapping ---------------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> Array:
-        return Array(self, self.param(name), name)
+        found = self._arrays.get(name)
+        if found is None:
+            found = self._arrays[name] = Array(self, self.param(name), name)
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -145,9 +198,37 @@ class Checkpoint(Mapping[str, Array]):
         """Names that fit a shell-style pattern."""
         return [name for name in self._names if matches(name, pattern)]
 
+    def read(self, pieces: Iterable[tuple[str, Any, Any]]) -> None:
+        """Many slices at once, (name, index, destination) each: as `Array.read`, all requests under way together."""
+        work: list[tuple[Param, list[Target]]] = []
+        after: list[Callable[[], None]] = []
+        for name, index, out in pieces:
+            array = self[name]
+            ready = array.at_hand(index)
+            if ready is not None and array.take(ready, out):
+                continue
+            parts, finish = array.parts(index, out)
+            work += [(array.param, [Target(box, data)]) for box, data in parts]
+            after.append(finish)
+        self.read_boxes(work, verify=self.verify)
+        for finish in after:
+            finish()
+
     def read_boxes(self, wanted: Iterable[tuple[Param, Sequence[Target]]], **how: Any) -> None:
         """Fill targets from several arrays at once."""
         self._reader.read(wanted, **how)
+
+    def window(self, param: Param) -> tuple[OpenFile, np.ndarray[Any, Any]] | None:
+        """A stored array in the page cache, see `Reader.window`."""
+        return self._reader.window(param)
+
+    def check_window(self, param: Param, start: int, part: Data) -> None:
+        """Check the extents in a part of a window, see `Reader.check_window`."""
+        self._reader.check_window(param, start, part)
+
+    def count(self, nbytes: int) -> None:
+        """Add to `bytes_read` what was copied from a window."""
+        self._reader.count(nbytes)
 
     @property
     def bytes_read(self) -> int:

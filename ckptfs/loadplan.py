@@ -7,6 +7,7 @@ they grow to whole extents, so that every byte that is used has been checked.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ckptfs.grid import Layout
     from ckptfs.manifest import Param
 
+PAGE_BYTES = 4096  # what a disk and the page cache give at least
 GAP_BYTES = 32 << 10  # reading through a gap this small is cheaper than a second request
 
 
@@ -54,6 +56,48 @@ def covering(layout: Layout, box: Box, gap_bytes: int = GAP_BYTES) -> Iterator[t
         base = block * layout.block_bytes
         for at in starts.tolist():
             yield base + at * size, base + (at + n) * size
+
+
+@dataclass(frozen=True, slots=True)
+class Comb:
+    """A box of one block as equal ranges of the block's bytes, which may have gaps inside."""
+
+    length: int
+    dims: int  # each range is one index of this many leading dimensions
+    run_bytes: int  # of every contiguous run inside
+    bridged_bytes: int  # in gaps of a page and more, all ranges together
+
+
+def comb(layout: Layout, inner: Box, allowance_bytes: int) -> Comb:
+    """How to read a (not empty) box of a block from a file: gaps are read through while they are few and small.
+
+    Gaps under a page cost nothing more: all pages of the range are touched anyway. Of larger ones, up to GAP_BYTES
+    each, at most `allowance_bytes` are read through; otherwise every run is a range of its own.
+    """
+    strides = [s * layout.itemsize for s in strides_of(layout.block)]
+    counts = inner.shape
+    k, n = run_shape(inner, layout.block)
+    length = run_bytes = n * layout.itemsize
+    split, bridged = k, 0
+    for d in range(k - 1, -1, -1):
+        gap = strides[d] - length if counts[d] > 1 else 0
+        more = gap * (counts[d] - 1) * prod(counts[:d]) if gap >= PAGE_BYTES else 0
+        if gap > GAP_BYTES or bridged + more > allowance_bytes:
+            break
+        bridged += more
+        length += (counts[d] - 1) * strides[d]
+        split = d
+    return Comb(length, split, run_bytes, bridged)
+
+
+def starts_of(layout: Layout, inner: Box, dims: int) -> list[int]:
+    """Where in a block the ranges of a comb of this box begin."""
+    strides = [s * layout.itemsize for s in strides_of(layout.block)]
+    starts = np.array([sum(a * s for a, s in zip(inner.start, strides, strict=True))], dtype=np.int64)
+    for d in range(dims):
+        starts = (starts[:, None] + np.arange(inner.shape[d], dtype=np.int64) * strides[d]).reshape(-1)
+    found: list[int] = starts.tolist()
+    return found
 
 
 def union(ranges: Iterable[tuple[int, int]], gap_bytes: int = 0) -> list[tuple[int, int]]:

@@ -69,6 +69,10 @@ class Param:
         """Stored bytes of the smallest extent: a shorter read holds no whole one."""
         return min((length for length, _ in self.runs), default=0)
 
+    @cached_property
+    def longest_extent(self) -> int:
+        return max((length for length, _ in self.runs), default=0)
+
     @property
     def extent_count(self) -> int:
         return len(self.hashes) // HASH_BYTES

@@ -3,46 +3,55 @@
 Requests run on a few threads. A request whose bytes are contiguous in the destination lands there directly; others
 pass through a reusable buffer and are scattered. Every extent that is read whole is compared with its checksum.
 
-Two shortcuts serve small slices, where planning would cost more than reading: one contiguous run is one read without
-a plan, and scattered runs of a file that is in the page cache anyway are copied out of a mapping of it. Cold bytes are
-never read through a mapping: page faults are slower than requests, and a disk error would be a signal, not an error.
+Slices of raw local files go shorter ways, because planning would cost more than reading: what is in the page cache is
+copied out of a mapping; one contiguous run is read in parts without a plan; scattered runs are brought into the page
+cache as the ranges that `loadplan.comb` says, and copied from there.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
-import time
-from collections import OrderedDict
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckptfs.box import strides_of
+from ckptfs.box import Box, strides_of
 from ckptfs.errors import CorruptError, MismatchError, NotFoundError
-from ckptfs.loadplan import GAP_BYTES, Request, requests
+from ckptfs.loadplan import Comb, Request, comb, requests, starts_of
 from ckptfs.manifest import HASH_BYTES, digest
-from ckptfs.storage.directio import ALIGN_BYTES, BufferPool, is_cached
+from ckptfs.saveplan import cut
+from ckptfs.storage.directio import BufferPool
 from ckptfs.storage.fileops import REAL_OPS
 from ckptfs.storage.local import LocalStore
+from ckptfs.storage.pagecache import OpenFile, OpenFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ckptfs.box import Box
     from ckptfs.grid import Layout
     from ckptfs.manifest import Param
     from ckptfs.settings import Settings
     from ckptfs.storage import Store
 
-_OPEN_FILES = 256
-_REGION_BYTES = 1 << 20
-_ALONE_BYTES = 32 << 20  # more is copied faster by several threads, fresh memory above all
+    Job = tuple[int, Callable[[], None]]  # bytes of the destination, and what fills them
+
 _THREADS_FROM_BYTES = 1 << 20  # less is read before threads have started
-_WARM_BYTES = 4 << 20  # what a small slice may pull into the page cache, where the next one will find it
+_PART_BYTES = 2 << 20  # of one run: the fastest request through huge pages
+_BAND_BYTES = 4 << 20  # of scattered runs that are brought together
+_SCRATCH_BYTES = 1 << 20  # a shorter range is read into a buffer: readahead would bring far more
+_ALONE_BYTES = 64 << 10  # a range of this length is worth a job of its own
+_FEW = 8  # pieces of one array that are looked at one by one
+_CARRIERS = {size: np.dtype(name) for size, name in {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}.items()}
+_CORES = os.cpu_count() or 1
+_RUNS = 256  # shorter runs that one job reads
 
 
 @dataclass(frozen=True)
@@ -51,104 +60,6 @@ class Target:
 
     box: Box
     out: np.ndarray[Any, Any]
-
-
-class _Opened:
-    """An open file of a local step, and a mapping of it once one is asked for."""
-
-    def __init__(self, reader: Any) -> None:
-        self.reader = reader
-        self.users = 0
-        self._seen: dict[int, float] = {}  # region → when it was found in the page cache
-        self._bytes: np.ndarray[Any, Any] | None = None
-
-    def mapped(self, offset: int, length: int, *, bring: bool = True) -> tuple[np.ndarray[Any, Any] | None, bool]:
-        """The file's bytes if this range is in the page cache or, being short, was brought there (then also True)."""
-        fd = self.reader._open_fd()  # noqa: SLF001 - one descriptor a file is enough
-        if offset + length > self.reader.size:
-            return None, False
-        brought = False
-        if not self._seen_lately(fd, offset, length) and not is_cached(fd, offset, length):
-            if length > _WARM_BYTES or not bring:
-                return None, False
-            brought = True
-            os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
-            for at in range(offset, offset + length, 1 << 20):  # by a call that can fail, where a page fault would kill
-                os.pread(fd, min(1 << 20, offset + length - at), at)
-        if self._bytes is None:
-            self._bytes = np.frombuffer(mmap.mmap(fd, self.reader.size, prot=mmap.PROT_READ), np.uint8)
-        return self._bytes, brought
-
-    def _seen_lately(self, fd: int, offset: int, length: int) -> bool:
-        """Whether all of the range lies in regions found in the page cache within the last second.
-
-        Asking the kernel about 2 MiB takes longer than copying 64 KiB out of them.
-        """
-        if length > _WARM_BYTES:
-            return False
-        now = time.monotonic()
-        regions = range(offset // _REGION_BYTES, (offset + length - 1) // _REGION_BYTES + 1)
-        unknown = [region for region in regions if self._seen.get(region, -1.0) < now - 1]
-        for region in unknown:
-            start = region * _REGION_BYTES
-            if not is_cached(fd, start, min(_REGION_BYTES, self.reader.size - start)):
-                return False
-            self._seen[region] = now
-        return True
-
-    def close(self) -> None:
-        self._bytes = None  # unmapped when nobody copies out of it any more
-        self.reader.close()
-
-
-class _Files:
-    """Open files of a local step, the least recently used closed first."""
-
-    def __init__(self, store: Store, scratch: BufferPool) -> None:
-        self._store, self._scratch = store, scratch
-        self._open: OrderedDict[str, _Opened] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def read_into(self, path: str, offset: int, view: memoryview) -> None:
-        if not self._store.positional:
-            self._store.read_into(path, offset, view)
-            return
-        file = self.take(path)
-        try:
-            file.reader.read_into(offset, view)
-        finally:
-            self.give(file)
-
-    def take(self, path: str) -> _Opened:
-        """The file, open until it is given back."""
-        with self._lock:
-            file = self._open.get(path)
-            if file is None:
-                file = _Opened(self._store.open_reader(path, scratch=self._scratch))  # type: ignore[attr-defined]
-                self._open[path] = file
-            elif len(self._open) > _OPEN_FILES // 2:
-                self._open.move_to_end(path)
-            file.users += 1
-            return file
-
-    def give(self, file: _Opened) -> None:
-        with self._lock:
-            file.users -= 1
-            if len(self._open) > _OPEN_FILES:
-                self._close_oldest()
-
-    def _close_oldest(self) -> None:
-        for path, file in self._open.items():
-            if not file.users:
-                del self._open[path]
-                file.close()
-                return
-
-    def close(self) -> None:
-        with self._lock:
-            for file in self._open.values():
-                file.close()
-            self._open.clear()
 
 
 class Reader:
@@ -166,7 +77,8 @@ class Reader:
         self._pool_lock = threading.Lock()
         self._count_lock = threading.Lock()
         self._pool: BufferPool | None = None
-        self._files: _Files | None = None
+        self._files: OpenFiles | None = None
+        self._threads: ThreadPoolExecutor | None = None
 
     def _scratch(self) -> BufferPool:
         with self._pool_lock:
@@ -174,20 +86,33 @@ class Reader:
                 self._pool = BufferPool(self.settings.read_buffer_bytes, self.settings.io_bytes)
             return self._pool
 
-    def _opened(self) -> _Files:
+    def _opened(self) -> OpenFiles:
         files = self._files
         if files is None:
             pool = self._scratch()
             with self._pool_lock:
-                files = self._files = self._files or _Files(self.store, pool)
+                files = self._files = self._files or OpenFiles(self.store, pool)
         return files
 
-    def _count(self, nbytes: int, extents: int) -> None:
+    def _helpers(self) -> ThreadPoolExecutor:
+        """Threads that stay: starting them anew takes as long as a megabyte."""
+        with self._pool_lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(max(1, self.settings.read_threads - 1), "ckptfs-read")
+            return self._threads
+
+    def count(self, nbytes: int, extents: int = 0) -> None:
+        """Add to what has been read."""
+        if self._process != os.getpid():
+            self._start()
         with self._count_lock:
             self.bytes_read += nbytes
             self.extents_read += extents
 
     def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+            self._threads = None
         if self._files is not None:
             self._files.close()
             self._files = None
@@ -208,147 +133,254 @@ class Reader:
         check_verify(verify)
         if self._process != os.getpid():  # after a fork: another thread of the parent may have held a lock
             self._start()
-        if verify != "full":
-            wanted = list(wanted)
-            if len(wanted) == 1 and len(wanted[0][1]) == 1:
-                param, (target,) = wanted[0]
-                if self._shortcut(param, target, check=verify == "extents"):
-                    progress(target.out.nbytes)
-                    return
-        work = [
-            (param, targets, request)
-            for param, targets in wanted
-            for request in requests(
-                param,
-                (t.box for t in targets),
-                whole=verify == "full" or (verify == "extents" and any(_is_whole(param, t) for t in targets)),
-                io_bytes=self.settings.io_bytes,
-            )
-        ]
-        check = verify != "none"
-        if len(work) <= 1 or sum(request.length for _, _, request in work) < _THREADS_FROM_BYTES:
-            for param, targets, request in work:
-                self._serve(param, targets, request, check)
-            progress(sum(request.length for _, _, request in work))
-            return
+        jobs: list[Job] = []
+        for param, targets in wanted:
+            jobs += self._planned(param, targets, verify) if verify == "full" else self._slices(param, targets, verify)
+        self._run(jobs, progress)
 
-        def one(item: tuple[Param, Sequence[Target], Request]) -> int:
-            self._serve(*item, check)
-            return item[2].length
-
+    def _run(self, jobs: list[Job], progress: Callable[[int], None]) -> None:
+        """All jobs, on this thread and some helpers; the first error ends it, when nobody writes any more."""
+        left = deque(jobs)
         done = 0
-        with ThreadPoolExecutor(min(self.settings.read_threads, len(work)), "ckptfs-read") as threads:
+        lock = threading.Lock()
+
+        def work(tell: Callable[[int], None]) -> None:
+            nonlocal done
             try:
-                for length in threads.map(one, work):
-                    done += length
-                    progress(done)
+                while left:
+                    try:
+                        length, job = left.popleft()
+                    except IndexError:
+                        return
+                    job()
+                    with lock:
+                        done += length
+                    tell(done)
             except BaseException:
-                threads.shutdown(wait=True, cancel_futures=True)
+                left.clear()
                 raise
 
-    def _shortcut(self, param: Param, target: Target, *, check: bool) -> bool:
-        """One box, read at once if that is simple; False: make a plan."""
-        layout, out = param.layout, target.out
-        if not out.size:
-            return True
-        if param.codec is not None:
-            return False
-        found = contiguous(layout, target.box) if out.flags.c_contiguous else None
-        if found is None:
-            if check and _is_whole(param, target):
-                return False
-            return self._mappable and self._copied(param, target)
-        start, stop = found
-        first = last = 0
-        if check and _is_whole(param, target) and stop - start != layout.logical_bytes:
-            return False  # the padding belongs to the last extent, which is to be checked too
-        if check and stop - start >= param.shortest_extent:
-            table = param.extents
-            first = int(table.start.searchsorted(start))
-            last = max(first, int(table.stop.searchsorted(stop, "right")))
-        file, offset = divmod(start, layout.block_bytes) if layout.many else (0, start)
-        request = Request(file, offset, stop - start, start, stop, first, last)
-        flat = out.reshape(-1).view(np.uint8)
-        if self._mappable and request.length <= _ALONE_BYTES and self._copied_run(param, request, flat):
-            return True
-        if request.length > self.settings.io_bytes:
-            return False
-        self._fetch(param, request, flat.data, last > first)
-        return True
-
-    def _copied_run(self, param: Param, request: Request, out: np.ndarray[Any, Any]) -> bool:
-        """Copy one run out of the page cache, each extent checked while it is in the processor's; False: not there."""
-        files = self._opened()
-        opened = self._take(param, request.file)
+        helpers = []
+        if len(jobs) > 1 and sum(length for length, _ in jobs) >= _THREADS_FROM_BYTES:
+            threads = self._helpers()
+            count = min(self.settings.read_threads, len(jobs)) - 1
+            helpers = [threads.submit(work, lambda _: None) for _ in range(count)]
         try:
-            data, _ = opened.mapped(request.offset, request.length)
-            if data is None:
-                return False
-            at, end = request.offset, request.offset + request.length
-            if request.first < request.last:
-                table = param.extents
-                for number in range(request.first, request.last):
-                    low = int(table.offset[number])
-                    high = low + int(table.length[number])
-                    out[at - request.offset : high - request.offset] = data[at:high]
-                    one = Request(request.file, low, high - low, 0, 0, number, number + 1)
-                    check_extents(param, one, out[low - request.offset : high - request.offset].data, self.store.url)
-                    at = high
-            out[at - request.offset :] = data[at:end]
+            work(progress)
         finally:
-            files.give(opened)
-        self._count(request.length, request.last - request.first)
-        return True
+            for helper in helpers:
+                helper.cancel()  # those that wait behind the helpers of another read
+            wait_for(helpers)
+        for helper in helpers:
+            if not helper.cancelled():
+                helper.result()
+        if helpers:
+            progress(done)
 
-    def _take(self, param: Param, file: int) -> Any:
+    def _planned(self, param: Param, targets: Sequence[Target], verify: str) -> list[Job]:
+        """Everything for these targets, each stored byte once."""
+        whole = verify == "full" or (verify == "extents" and any(_is_whole(param, t) for t in targets))
+        found = requests(param, (t.box for t in targets), whole=whole, io_bytes=self.settings.io_bytes)
+        return [(one.length, partial(self._serve, param, targets, one, verify != "none")) for one in found]
+
+    # --- slices ----------------------------------------------------------------------------------------
+
+    def window(self, param: Param) -> tuple[OpenFile, np.ndarray[Any, Any]] | None:
+        """All of an array, in the page cache, to copy from as long as `OpenFile.whole` says so; None: not there."""
+        layout = param.layout
+        if not self._mappable or param.codec is not None or layout.files != 1 or layout.blocks != 1:
+            return None
+        if self._process != os.getpid():
+            self._start()
+        file = self._take(param, 0)
+        try:
+            if layout.logical_bytes > file.size or not file.whole():
+                return None
+            return file, _window(layout, file.bytes(), 0, layout.shape)
+        finally:
+            self._opened().give(file)
+
+    def check_window(self, param: Param, start: int, part: np.ndarray[Any, Any]) -> None:
+        """Check the extents that lie whole in a run of a window, which begins at this byte of the array."""
+        request = _request(param, start, start + part.nbytes, check=True)
+        check_extents(param, request, part.reshape(-1).view(np.uint8).data, self.store.url)
+
+    def _slices(self, param: Param, targets: Sequence[Target], verify: str) -> list[Job]:
+        """Parts of an array: what is in the page cache is copied here and now, the rest is left to do."""
+        targets = [target for target in targets if target.out.size]
+        if param.codec is not None or len(targets) > _FEW:  # many pieces, often neighbours: a plan joins them
+            return self._planned(param, targets, verify) if targets else []
+        check, jobs = verify == "extents", []
+        for target in targets:
+            short = self._short(param, target, check)
+            jobs += self._planned(param, [target], verify) if short is None else short
+        return jobs
+
+    def _short(self, param: Param, target: Target, check: bool) -> list[Job] | None:
+        """One box of a raw array without a plan; None: make one."""
+        layout = param.layout
+        if check and _is_whole(param, target) and (layout.blocks > 1 or layout.nbytes != layout.logical_bytes):
+            return None  # the padding belongs to extents that are to be checked too
+        if not self._mappable:
+            run = contiguous(layout, target.box) if target.out.flags.c_contiguous else None
+            return None if run is None else self._parts(param, *run, target.out, check)
+        jobs: list[Job] = []
+        for block, inner, out in _in_blocks(layout, target):
+            jobs += self._of_block(param, block, inner, out, check)
+        return jobs
+
+    def _of_block(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], check: bool) -> list[Job]:
+        """A box of one block of a local file."""
+        layout = param.layout
+        low, high = _ends(layout, inner)
+        if high - low == out.nbytes and out.flags.c_contiguous:
+            start = block * layout.block_bytes + low
+            return self._parts(param, start, start + out.nbytes, out, check, held=self._holds(param, block, low, high))
+        edges = sum(map(bool, inner.start)) + sum(map(int.__lt__, inner.stop, layout.block))
+        found = comb(layout, inner, edges * param.longest_extent)
+        if check and found.run_bytes >= param.shortest_extent:  # whole extents, to be checked
+            origin = layout.block_origin(block)
+            return self._planned(param, [Target(inner.within([-at for at in origin]), out)], "extents")
+        if self._holds(param, block, low, high):
+            count = min(_CORES, out.nbytes // _PART_BYTES)
+            bands = _cut(inner, out, count) if count > 1 else [(inner, out)]
+            return [(part.nbytes, partial(self._copy_box, param, block, band, part)) for band, part in bands]
+        if found.dims == 0:
+            return self._bands(param, block, inner, out, found)
+        if found.length >= _ALONE_BYTES or found.length > found.run_bytes:
+            jobs: list[Job] = []
+            for index in np.ndindex(*inner.shape[: found.dims]):
+                at = tuple(a + i for a, i in zip(inner.start, index, strict=False))
+                one = Box((*at, *inner.start[found.dims :]), (*(i + 1 for i in at), *inner.stop[found.dims :]))
+                into = out[tuple(slice(i, i + 1) for i in index)]
+                jobs += self._of_block(param, block, one, into, check)
+            return jobs
+        return self._runs(param, block, inner, out, found)
+
+    def _parts(
+        self, param: Param, start: int, stop: int, out: np.ndarray[Any, Any], check: bool, *, held: bool = False
+    ) -> list[Job]:
+        """One run, in parts that several threads may read, or copy where it is held in the page cache."""
+        flat = out.reshape(-1).view(np.uint8)
+        part_bytes = _PART_BYTES
+        if held:
+            part_bytes *= max(1, (stop - start) // (_PART_BYTES * _CORES))
+        jobs: list[Job] = []
+        for low, high in cut(start, stop, part_bytes) if stop - start > part_bytes else [(start, stop)]:
+            request = _request(param, low, high, check)
+            part = flat[low - start : high - start]
+            job = (
+                partial(self._copy_run, param, request, part)
+                if held
+                else partial(self._fetch_run, param, request, part)
+            )
+            jobs.append((high - low, job))
+        return jobs
+
+    def _holds(self, param: Param, block: int, low: int, high: int) -> bool:
+        """Whether the page cache has these bytes of a block."""
+        number, base = _place(param.layout, block)
+        file = self._take(param, number)
+        try:
+            return file.holds(base + low, high - low)
+        finally:
+            self._opened().give(file)
+
+    def _fetch_run(self, param: Param, request: Request, out: np.ndarray[Any, Any]) -> None:
+        self._fetch(param, request, out.data, request.last > request.first)
+
+    def _copy_run(self, param: Param, request: Request, out: np.ndarray[Any, Any]) -> None:
+        """Copy one run out of the page cache and check its extents."""
+        file = self._take(param, request.file)
+        try:
+            held = file.holds(request.offset, request.length)
+            if held:
+                np.copyto(out, file.bytes()[request.offset : request.offset + request.length])
+        finally:
+            self._opened().give(file)
+        if not held:
+            self._fetch_run(param, request, out)
+            return
+        self.count(request.length, request.last - request.first)
+        check_extents(param, request, out.data, self.store.url)
+
+    def _copy_box(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any]) -> None:
+        """Copy a box of one block out of the page cache."""
+        number, base = _place(param.layout, block)
+        low, high = _ends(param.layout, inner)
+        file = self._take(param, number)
+        try:
+            held = file.holds(base + low, high - low)
+            if held:
+                np.copyto(out, _window(param.layout, file.bytes(), base + low, inner.shape))
+        finally:
+            self._opened().give(file)
+        if held:
+            self.count(out.nbytes)
+        else:
+            self._band(param, block, inner, out, high - low - out.nbytes)
+
+    def _bands(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], found: Comb) -> list[Job]:
+        """A box that is read with its gaps, in bands that several threads may bring."""
+        band_bytes = min(_BAND_BYTES, self.settings.io_bytes)
+        bands = list(_cut(inner, out, -(-found.length // band_bytes)))
+        gaps = found.bridged_bytes // len(bands)
+        return [(part.nbytes, partial(self._band, param, block, band, part, gaps)) for band, part in bands]
+
+    def _band(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], gap_bytes: int) -> None:
+        layout = param.layout
+        number, base = _place(layout, block)
+        low, high = _ends(layout, inner)
+        length, file = high - low, self._take(param, number)
+        try:
+            if length > _SCRATCH_BYTES and file.populate(base + low, length):
+                np.copyto(out, _window(layout, file.bytes(), base + low, inner.shape))
+                self.count(out.nbytes + gap_bytes)
+                return
+        finally:
+            self._opened().give(file)
+        request = Request(number, base + low, length, 0, 0, 0, 0)
+        with self._space(request) as view:
+            self._fetch(param, request, view, check=False)
+            np.copyto(out, _window(layout, view, 0, inner.shape))
+
+    def _runs(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], found: Comb) -> list[Job]:
+        """Short runs far apart, each read on its own."""
+        pieces = -(-prod(inner.shape[: found.dims]) // _RUNS)
+        return [
+            (part.nbytes, partial(self._group, param, block, band, part, found))
+            for band, part in _cut(inner, out, pieces)
+        ]
+
+    def _group(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], found: Comb) -> None:
+        number, base = _place(param.layout, block)
+        whole = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+        flat, n = whole.reshape(-1).view(np.uint8).data, found.run_bytes
+        starts = [base + at for at in starts_of(param.layout, inner, found.dims)]
+        file = self._take(param, number)
+        try:
+            for at in starts:  # the disk gets all requests before the first is waited for
+                os.posix_fadvise(file.fd, at, n, os.POSIX_FADV_WILLNEED)
+            for i, at in enumerate(starts):
+                view = flat[i * n : (i + 1) * n]
+                if os.preadv(file.fd, [view], at) != n:
+                    file.reader.read_into(at, view)  # has the error, or gets the rest
+        except OSError:
+            for i, at in enumerate(starts):
+                file.reader.read_into(at, flat[i * n : (i + 1) * n])
+        finally:
+            self._opened().give(file)
+        if whole is not out:
+            out[...] = whole
+        self.count(whole.nbytes)
+
+    def _take(self, param: Param, file: int) -> OpenFile:
         try:
             return self._opened().take(param.file(file))
         except NotFoundError as error:
             raise _missing(param, file, self.store.url) from error
 
-    def _copied(self, param: Param, target: Target) -> bool:
-        """Copy a box out of the page cache; False when it is not there."""
-        layout, box = param.layout, target.box
-        if layout.blocks == 1:
-            return self._copied_from(param, 0, box.start, box.stop, target.out)
-        for block in layout.blocks_of(box):
-            origin = layout.block_origin(block)
-            part = box & layout.block_box(block)
-            inner, into = part.within(origin), target.out[_inside(part, box)]
-            if not self._copied_from(param, block, inner.start, inner.stop, into):
-                return False
-        return True
-
-    def _copied_from(
-        self, param: Param, block: int, start: Sequence[int], stop: Sequence[int], out: np.ndarray[Any, Any]
-    ) -> bool:
-        """The same for a box of one block."""
-        layout = param.layout
-        low = high = gap_bytes = 0
-        wide = False  # gaps that a plan would not read through either: then only what is cached is copied here
-        stride, where = layout.itemsize, []
-        for d in range(len(start) - 1, -1, -1):
-            length = stop[d] - start[d]
-            wide = wide or (length > 1 and gap_bytes > GAP_BYTES)
-            gap_bytes = max(gap_bytes, (layout.block[d] - length) * stride)
-            low += start[d] * stride
-            high += (stop[d] - 1) * stride
-            where.append(slice(start[d], stop[d]))
-            stride *= layout.block[d]
-        file, base = (block, 0) if layout.many else (0, block * layout.block_bytes)
-        files = self._opened()
-        opened = self._take(param, file)
-        try:
-            covered = high + layout.itemsize - low
-            data, brought = opened.mapped(base + low, covered, bring=not wide)
-            if data is None:
-                return False
-            rows = data[base : base + layout.used_bytes(block)].view(param.dtype.carrier)
-            out[...] = rows.reshape((-1, *layout.block[1:]))[tuple(reversed(where))]
-        finally:
-            files.give(opened)
-        self._count(covered if brought else out.nbytes, 0)
-        return True
+    # --- requests --------------------------------------------------------------------------------------
 
     def _serve(self, param: Param, targets: Sequence[Target], request: Request, check: bool) -> None:
         if param.codec is None:
@@ -359,14 +391,19 @@ class Reader:
                     if len(targets) > 1:
                         _scatter(param, [t for t in targets if t is not target], request.start, request.stop, view)
                     return
+        with self._space(request) as view:
+            self._through(param, targets, request, view, check)
+
+    @contextmanager
+    def _space(self, request: Request) -> Iterator[memoryview]:
+        """Memory for the bytes of a request, from the buffers if they are large enough."""
         pool = self._scratch()
         if request.length > pool.buffer_bytes:  # a single extent larger than a buffer, from an unusual writer
-            space = memoryview(bytearray(request.length + ALIGN_BYTES))
-            self._through(param, targets, request, space[: request.length], check)
+            yield memoryview(bytearray(request.length))
             return
         buffer = pool.acquire()
         try:
-            self._through(param, targets, request, buffer.at(request.offset, request.length), check)
+            yield buffer.at(request.offset, request.length)
         finally:
             pool.release(buffer)
 
@@ -400,7 +437,7 @@ class Reader:
             raise CorruptError(
                 f"array {param.name!r}: {error}; restore the step from a copy, or load an older one"
             ) from error
-        self._count(request.length, request.last - request.first)
+        self.count(request.length, request.last - request.first)
         if check:
             check_extents(param, request, view, self.store.url)
 
@@ -430,6 +467,63 @@ def contiguous(layout: Layout, box: Box) -> tuple[int, int] | None:
     return first, first + size * layout.itemsize
 
 
+def _request(param: Param, start: int, stop: int, check: bool) -> Request:
+    """One run of logical bytes in one file, with the whole extents in it if they are to be checked."""
+    first = last = 0
+    if check and stop - start >= param.shortest_extent:
+        table = param.extents
+        first = int(table.start.searchsorted(start))
+        last = max(first, int(table.stop.searchsorted(stop, "right")))
+    layout = param.layout
+    file, offset = divmod(start, layout.block_bytes) if layout.many else (0, start)
+    return Request(file, offset, stop - start, start, stop, first, last)
+
+
+def _place(layout: Layout, block: int) -> tuple[int, int]:
+    """The file of a block, and where in it the block begins."""
+    return (block, 0) if layout.many else (0, block * layout.block_bytes)
+
+
+def _ends(layout: Layout, inner: Box) -> tuple[int, int]:
+    """The bytes of a block from the first element of a box up to the end of its last one."""
+    low = high = 0
+    stride = layout.itemsize
+    for d in range(len(layout.block) - 1, -1, -1):
+        low += inner.start[d] * stride
+        high += (inner.stop[d] - 1) * stride
+        stride *= layout.block[d]
+    return low, high + layout.itemsize
+
+
+def _window(layout: Layout, data: Any, offset: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Part of a block as an array, in memory that holds its bytes from `offset` on."""
+    strides = [s * layout.itemsize for s in strides_of(layout.block)]
+    return np.ndarray(shape, _CARRIERS[layout.itemsize], data, offset, strides)
+
+
+def _in_blocks(layout: Layout, target: Target) -> Iterator[tuple[int, Box, np.ndarray[Any, Any]]]:
+    """A target divided by blocks: (block, the box seen from its origin, where it goes)."""
+    if layout.blocks == 1:
+        yield 0, target.box, target.out
+        return
+    for block in layout.blocks_of(target.box):
+        part = target.box & layout.block_box(block)
+        yield block, part.within(layout.block_origin(block)), target.out[_inside(part, target.box)]
+
+
+def _cut(inner: Box, out: np.ndarray[Any, Any], count: int) -> Iterator[tuple[Box, np.ndarray[Any, Any]]]:
+    """A box in about `count` bands of its first dimension that has several indices."""
+    dim = next((d for d, n in enumerate(inner.shape) if n > 1), 0)
+    low, high = inner.start[dim], inner.stop[dim]
+    rows = max(1, -(-(high - low) // max(1, count)))
+    for first in range(low, high, rows):
+        last = min(first + rows, high)
+        band = Box(
+            (*inner.start[:dim], first, *inner.start[dim + 1 :]), (*inner.stop[:dim], last, *inner.stop[dim + 1 :])
+        )
+        yield band, out[(*([slice(None)] * dim), slice(first - low, last - low))]
+
+
 def check_verify(verify: str) -> str:
     if verify not in ("full", "extents", "none"):
         raise MismatchError(f"verify is 'full', 'extents' or 'none', not {verify!r}")
@@ -452,15 +546,19 @@ def check_extents(param: Param, request: Request, view: memoryview, where: str) 
     table = param.extents
     for number in range(request.first, request.last):
         low = int(table.offset[number]) - request.offset
-        found = digest(view[low : low + int(table.length[number])])
-        if found != param.hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]:
-            msg = (
-                f"array {param.name!r}: extent {number} ({int(table.length[number])} bytes at offset "
-                f"{int(table.offset[number])} of {where}/{param.file(request.file)}) is not what was saved: "
-                "its checksum differs. "
-                "Restore the step from a copy, or load an older one"
-            )
-            raise CorruptError(msg)
+        check_extent(param, number, view[low : low + int(table.length[number])], where)
+
+
+def check_extent(param: Param, number: int, view: memoryview, where: str) -> None:
+    """Compare the stored bytes of an extent with its checksum."""
+    if digest(view) == param.hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]:
+        return
+    table = param.extents
+    raise CorruptError(
+        f"array {param.name!r}: extent {number} ({int(table.length[number])} bytes at offset "
+        f"{int(table.offset[number])} of {where}/{param.file(int(table.file[number]))}) is not what was saved: "
+        "its checksum differs. Restore the step from a copy, or load an older one"
+    )
 
 
 def _landing(param: Param, target: Target, request: Request) -> memoryview | None:

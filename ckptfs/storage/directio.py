@@ -343,6 +343,10 @@ class DirectReader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    def fileno(self) -> int:
+        """The descriptor that goes through the page cache; StorageError when the reader is closed."""
+        return self._open_fd()
+
     def _open_fd(self) -> int:
         if self._fd is None:
             raise StorageError(f"reading {self.path}: the reader is closed")
@@ -471,14 +475,20 @@ def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def is_cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Whether at least half of a byte range is in the page cache; True where the kernel can't tell (before 6.5).
+def cached_pages(fd: int, offset: int, nbytes: int) -> int:
+    """How many pages of a byte range are in the page cache; -1 where the kernel can't tell (before 6.5).
 
     cachestat(2), not a read with RWF_NOWAIT: that one starts readahead, so the disk would read cold bytes twice.
     """
     stat = _CacheStat()
     wanted = _Range(offset, nbytes)
     if _libc().syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(stat), 0) != 0:
-        return True
+        return -1
+    return int(stat.cached)
+
+
+def is_cached(fd: int, offset: int, nbytes: int) -> bool:
+    """Whether at least half of a byte range is in the page cache; True where the kernel can't tell."""
+    cached = cached_pages(fd, offset, nbytes)
     pages = (offset + nbytes - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
-    return int(stat.cached) * 2 >= pages
+    return cached < 0 or cached * 2 >= pages

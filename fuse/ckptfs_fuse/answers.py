@@ -58,6 +58,16 @@ def inode_number(parent: int, name: bytes, version: str, keep_s: float) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1 | 2
 
 
+def attribute(node: Node, name: str) -> bytes:
+    """An extended attribute. Only user.* exist: `ls -l` asks for others of each file until told that none are."""
+    if not name.startswith("user."):
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+    value = node.xattrs.get(name)
+    if value is None:
+        raise OSError(errno.ENODATA, "no such attribute")
+    return value
+
+
 def keep_names_s(folder: Dir) -> float:
     """How long the kernel may keep what it learnt about the names in that directory."""
     return FOR_EVER_S if folder.immutable else folder.refresh_s

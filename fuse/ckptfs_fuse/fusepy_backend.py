@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from ckptfs.errors import CkptError, StaleError, StorageError
 from ckptfs.views.nodes import Dir, File, Link, Node, resolve
-from ckptfs_fuse.answers import FOR_EVER_S, attributes, errno_of, log, log_failure, version_of
+from ckptfs_fuse.answers import FOR_EVER_S, attribute, attributes, errno_of, log, log_failure, version_of
 from ckptfs_fuse.fusepy_loop import LeaderLoop, installed
 from ckptfs_fuse.options import MountOptions
 from ckptfs_fuse.slow import SlowWork
@@ -252,11 +252,7 @@ class Operations:
         return {"f_bsize": 4096, "f_frsize": 4096, "f_namemax": 255}
 
     def getxattr(self, path: str, name: str, *_position: int) -> bytes:
-        is_ours = name.startswith("user.")  # `ls -l` asks for two others of each file
-        value = self._node(path).xattrs.get(name) if is_ours else None
-        if value is None:
-            raise OSError(errno.ENODATA, "no such attribute")
-        return value
+        return attribute(self._node(path), name)
 
     def listxattr(self, path: str) -> list[str]:
         return list(self._node(path).xattrs)

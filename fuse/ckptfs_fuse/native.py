@@ -130,7 +130,7 @@ class NativeServer:
 
     def _agree(self, offer: wire.Init) -> bytes:
         flags = wire.ASYNC_READ | wire.PARALLEL_DIROPS | wire.MAX_PAGES | wire.INIT_EXT
-        # Always with attributes: who lists a directory looks at what is in it, and asking for each takes ten times as long.
+        # Always with attributes: who lists a directory looks at them next, and asking for each takes ten times as long.
         flags |= wire.DO_READDIRPLUS | wire.DIRECT_IO_ALLOW_MMAP
         if self._options.passthrough and os.geteuid() == 0:
             flags |= wire.PASSTHROUGH

@@ -29,7 +29,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class MappedFile:
-    """An open local file, mapped whole; OSError when that is impossible. `view` keeps the mapping as long as it lives."""
+    """An open local file, mapped whole; OSError when that is impossible. Its `view` keeps the mapping alive."""
 
     def __init__(self, fd: int) -> None:
         size = os.fstat(fd).st_size

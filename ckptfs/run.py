@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptfs.watch import Leased
 
 Compression = "str | None | Mapping[str, str | None]"
-_AT = re.compile(r"(?s)(.*)@(latest|\d+)\Z")
+_AT = re.compile(r"(?s)(.*)@(latest|\d{1,19})\Z")
 
 
 class Run:

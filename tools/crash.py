@@ -1,7 +1,9 @@
 """A crash campaign: real torchrun jobs, faults at random moments, and after each the four promises checked.
 
-    tools/dev run python tools/crash.py --minutes 20 --seed 1
+    tools/dev run python tools/crash.py --minutes 20 --seed 1 [--results docs/results/crash.jsonl]
+    tools/dev run python tools/crash.py --table docs/results/crash.jsonl
 
+A long campaign may be run in portions with different seeds: each adds a line to the results, `--table` sums them.
 After every fault: the latest step is the old or the new one; every visible step verifies; the next save succeeds;
 nothing is left over. Prints a table of faults tried and survived; exits 1 at the first broken promise.
 """
@@ -9,6 +11,7 @@ nothing is left over. Prints a table of faults tried and survived; exits 1 at th
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import queue
 import random
@@ -20,6 +23,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import ckptfs
 from ckptfs.verify import verify
@@ -119,12 +123,13 @@ def leftovers(run: str) -> list[str]:
     return [name for name in os.listdir(run) if name.endswith((".saving", ".deleting"))]
 
 
-def campaign(folder: str, seconds: float, seed: int) -> int:
+def campaign(folder: str, seconds: float, seed: int, results: Path | None) -> int:
     draw = random.Random(seed)
     run, small = f"{folder}/run", f"{folder}/small"
     disk = _small_disk(folder, small)
     tried: Counter[str] = Counter()
     survived: Counter[str] = Counter()
+    rounds = 0
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         kind = draw.choice(KINDS if disk else KINDS[:-1])
@@ -156,15 +161,27 @@ def campaign(folder: str, seconds: float, seed: int) -> int:
             print(f"BROKEN after {kind!r} on {ranks} rank(s), exit status {code}:\n{wrong}\n{''.join(job.lines[-40:])}")
             return 1
         survived[kind] += faults
+        rounds += 1
         _thin(run)
         print(
             f"{time.strftime('%H:%M:%S')}  {kind} ({ranks} ranks): {faults} survived, latest {steps_of(where)[-1:]}",
             flush=True,
         )
-    print(f"\nseed {seed}, {seconds / 60:.0f} minutes\n| fault | tried | survived |\n|---|---|---|")
-    for kind in KINDS:
-        print(f"| {kind} | {tried[kind]} | {survived[kind]} |")
+    record = {"seed": seed, "minutes": seconds / 60, "rounds": rounds, "tried": tried, "survived": survived}
+    if results:
+        with open(results, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    print("\n" + table([record]))
     return 0
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """What portions of a campaign tried and survived, together."""
+    sums = {key: sum((Counter(record[key]) for record in records), Counter()) for key in ("tried", "survived")}
+    seeds = ", ".join(str(record["seed"]) for record in records)
+    minutes, rounds = (sum(record[key] for record in records) for key in ("minutes", "rounds"))
+    head = f"{minutes:.1f} minutes, {rounds} jobs, seeds {seeds}\n\n| fault | tried | survived |\n|---|---|---|"
+    return "\n".join([head, *(f"| {kind} | {sums['tried'][kind]} | {sums['survived'][kind]} |" for kind in KINDS)])
 
 
 def _strike(kind: str, job: Job, draw: random.Random, delay_s: float) -> bool:
@@ -218,10 +235,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--results", type=Path, help="JSON-lines file that gets a line")
+    parser.add_argument("--table", type=Path, help="only print what such a file holds, summed")
     args = parser.parse_args()
+    if args.table:
+        print(table([json.loads(line) for line in args.table.read_text(encoding="utf-8").splitlines()]))
+        return
     with tempfile.TemporaryDirectory(prefix="ckptfs-crash-") as folder:
         try:
-            code = campaign(folder, args.minutes * 60, args.seed)
+            code = campaign(folder, args.minutes * 60, args.seed, args.results)
         finally:
             subprocess.run(["umount", f"{folder}/small"], capture_output=True, check=False)
     sys.exit(code)

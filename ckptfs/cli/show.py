@@ -118,9 +118,9 @@ def parse_index(words: str) -> tuple[Any, ...]:
         part = word.strip()
         if part == "...":
             out.append(Ellipsis)
-        elif re.fullmatch(r"[+-]?\d+", part):
+        elif re.fullmatch(r"[+-]?\d{1,19}", part):
             out.append(int(part))
-        elif re.fullmatch(r"([+-]?\d+)?\s*:\s*([+-]?\d+)?\s*(:\s*([+-]?\d+)?)?", part):
+        elif re.fullmatch(r"([+-]?\d{1,19})?\s*:\s*([+-]?\d{1,19})?\s*(:\s*([+-]?\d{1,19})?)?", part):
             numbers = [int(n) if n.strip() else None for n in part.split(":")]
             if numbers[2:] == [0]:
                 raise MismatchError(f"[{words}]: a slice's step cannot be 0")

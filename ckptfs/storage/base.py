@@ -141,6 +141,12 @@ def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
     `options` go to the store: `ops=` for a local one, fsspec's storage options (`key=`, `endpoint_url=` ...) otherwise.
     """
     text = os.fspath(url)
+    try:
+        legal = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        legal = False
+    if not legal:
+        raise StorageError(f"{text!r:.200} is no place: it holds characters that no file name can have")
     scheme, separator, rest = text.partition("://")
     if not separator:
         from ckptfs.storage.local import LocalStore

@@ -139,7 +139,7 @@ class LazyArray(ABC):
         """Fill destinations (carrier-typed arrays of each box's shape, any strides) with boxes of the array."""
 
     def at_hand(self, index: Any) -> Data | None:
-        """What an index selects, in memory to copy from (of the carrier type), if it is there; else None."""
+        """What an index selects, in memory to copy from (of a carrier type where numpy has no own), or None."""
         return None
 
     def skips(self, dim: int, step: int) -> bool:
@@ -199,7 +199,7 @@ class LazyArray(ABC):
         ready = self.at_hand(index)
         if ready is not None:
             out = torch.empty(ready.shape, dtype=self.element.torch)
-            np.copyto(as_numpy(out), ready)
+            np.copyto(as_numpy(out), ready.view(self.element.carrier))
             return out
         selection = select(index, self.shape, self.name)
         out = torch.empty(selection.shape, dtype=self.element.torch)
@@ -289,10 +289,14 @@ class LazyArray(ABC):
     def take(self, ready: Data, out: Any) -> bool:
         """Copy what is at hand into an ordinary destination; False: look closer."""
         if type(out) is np.ndarray:
-            element = self.element
-            if out.shape != ready.shape or out.dtype != element.numpy or not out.flags.writeable or 0 in out.strides:
+            if out.shape != ready.shape or not out.flags.writeable or 0 in out.strides:
                 return False
-            np.copyto(out.view(element.carrier), ready)
+            if out.dtype == ready.dtype and self.element.native:
+                np.copyto(out, ready)
+                return True
+            if out.dtype != self.element.numpy:
+                return False
+            np.copyto(out.view(ready.dtype), ready)
             return True
         torch = sys.modules.get("torch")
         if torch is None or type(out) is not torch.Tensor or not out.is_cpu:
@@ -301,7 +305,7 @@ class LazyArray(ABC):
             return False
         if out.is_conj() or out.is_neg():
             return False
-        np.copyto(as_numpy(out.detach()), ready)
+        np.copyto(as_numpy(out.detach()), ready.view(self.element.carrier))
         return True
 
     def _into(self, selection: Selection, out: Data) -> None:

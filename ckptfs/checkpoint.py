@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
     from ckptfs.shared_reads import Peers
     from ckptfs.storage import Store
-    from ckptfs.storage.pagecache import OpenFile
+    from ckptfs.storage.pagecache import Window
     from ckptfs.view import View
 
 
 LOOK_AGAIN_S = 0.05
-AT_HAND_BYTES = 2 << 20
+AT_HAND_BYTES = 8 << 20  # more is copied faster by several threads
 
 
 class Array(LazyArray):
@@ -50,30 +50,34 @@ class Array(LazyArray):
         self.name = name
         self.shape = param.shape
         self.element = param.dtype
-        self._window: tuple[OpenFile, np.ndarray[Any, Any]] | None = None
+        self._window: Window | None = None
         self._look_at = 0.0
         # What is as large may hold a whole extent, or (verify="full") must be checked anyway: not to be had at hand.
         self._unchecked_bytes = {"none": sys.maxsize, "extents": param.shortest_extent, "full": 0}[self._verify]
 
+    def forget(self) -> None:
+        """Let go of the window, and so of the mapped file."""
+        self._window = None
+
     def at_hand(self, index: Any) -> Data | None:
         window = self._window
-        if (window is None or not window[0].whole()) and (window := self._look()) is None:
+        if (window is None or not window.file.whole()) and (window := self._look()) is None:
             return None
         for item in index if type(index) is tuple else (index,):
             if type(item) is not slice and type(item) is not int and item is not Ellipsis and item is not None:
                 return None
         try:
-            part = window[1][index]
+            part = window.data[index]
         except (IndexError, TypeError, ValueError):
             return None  # the long way says what is wrong
         if type(part) is not np.ndarray or part.nbytes > AT_HAND_BYTES:
             return None  # a single element, or more than one thread should copy
-        if part.nbytes >= self._unchecked_bytes and not self._checked(window[1], part):
+        if part.nbytes >= self._unchecked_bytes and not self._checked(window.data, part):
             return None
-        self._checkpoint.count(part.nbytes)
+        window.count(part.nbytes)
         return part
 
-    def _look(self) -> tuple[OpenFile, np.ndarray[Any, Any]] | None:
+    def _look(self) -> Window | None:
         """A window, if the array is in the page cache; what is not there is not asked for again at once."""
         now = time.monotonic()
         if now < self._look_at or not self._unchecked_bytes:
@@ -147,6 +151,8 @@ class Checkpoint(Mapping[str, Array]):
 
     def close(self) -> None:
         """Close files and give buffers back; what is read afterwards opens them again."""
+        for array in self._arrays.values():
+            array.forget()
         self._reader.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -218,17 +224,13 @@ class Checkpoint(Mapping[str, Array]):
         """Fill targets from several arrays at once."""
         self._reader.read(wanted, **how)
 
-    def window(self, param: Param) -> tuple[OpenFile, np.ndarray[Any, Any]] | None:
+    def window(self, param: Param) -> Window | None:
         """A stored array in the page cache, see `Reader.window`."""
         return self._reader.window(param)
 
     def check_window(self, param: Param, start: int, part: Data) -> None:
         """Check the extents in a part of a window, see `Reader.check_window`."""
         self._reader.check_window(param, start, part)
-
-    def count(self, nbytes: int) -> None:
-        """Add to `bytes_read` what was copied from a window."""
-        self._reader.count(nbytes)
 
     @property
     def bytes_read(self) -> int:

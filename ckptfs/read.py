@@ -31,7 +31,7 @@ from ckptfs.saveplan import cut
 from ckptfs.storage.directio import BufferPool
 from ckptfs.storage.fileops import REAL_OPS
 from ckptfs.storage.local import LocalStore
-from ckptfs.storage.pagecache import OpenFile, OpenFiles
+from ckptfs.storage.pagecache import OpenFile, OpenFiles, Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -185,8 +185,8 @@ class Reader:
 
     # --- slices ----------------------------------------------------------------------------------------
 
-    def window(self, param: Param) -> tuple[OpenFile, np.ndarray[Any, Any]] | None:
-        """All of an array, in the page cache, to copy from as long as `OpenFile.whole` says so; None: not there."""
+    def window(self, param: Param) -> Window | None:
+        """All of an array, if it is in the page cache."""
         layout = param.layout
         if not self._mappable or param.codec is not None or layout.files != 1 or layout.blocks != 1:
             return None
@@ -196,7 +196,8 @@ class Reader:
         try:
             if layout.logical_bytes > file.size or not file.whole():
                 return None
-            return file, _window(layout, file.bytes(), 0, layout.shape)
+            data = _window(layout, file.bytes(), 0, layout.shape)
+            return Window(file, data.view(param.dtype.numpy) if param.dtype.native else data, self.count)
         finally:
             self._opened().give(file)
 

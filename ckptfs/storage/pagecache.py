@@ -19,17 +19,18 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ckptfs.errors import StorageError
 from ckptfs.storage.base import Store
 from ckptfs.storage.directio import BufferPool, DirectReader, cached_pages
 
 TRUSTED_S = 1.0  # how long a page that was in the page cache is taken to be there
 REGION_BYTES = 1 << 20
 _ASK_AGAIN_S = 0.05
+_POPULATE_BYTES = 64 << 20
 _OPEN_FILES = max(256, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 _POPULATE_READ = 22
 _FAILED = ctypes.c_void_p(-1).value
@@ -41,6 +42,7 @@ class OpenFile:
 
     def __init__(self, reader: DirectReader) -> None:
         self.reader = reader
+        self.fd = reader.fileno()
         self.size = reader.size
         self.users = 0
         self.whole_until = 0.0  # until then all of the file is taken to be in the page cache
@@ -49,15 +51,11 @@ class OpenFile:
         self._bytes: np.ndarray[Any, Any] | None = None
         self._address = 0
 
-    @property
-    def fd(self) -> int:
-        return self.reader.fileno()
-
     def intact(self) -> bool:
         """Whether the file is open and as long as it was."""
         try:
-            return os.lseek(self.reader.fileno(), 0, os.SEEK_END) == self.size  # a quarter of the time of fstat
-        except (OSError, StorageError):
+            return os.lseek(self.fd, 0, os.SEEK_END) == self.size  # a quarter of the time of fstat
+        except OSError:
             return False
 
     def bytes(self) -> np.ndarray[Any, Any]:
@@ -89,6 +87,8 @@ class OpenFile:
                 self._ask_at = now + _ASK_AGAIN_S
                 return False
             self.whole_until = now + TRUSTED_S
+            if self._bytes is None and self.size <= _POPULATE_BYTES:
+                self.populate(0, self.size)  # one call instead of a page fault for every 64 KiB
         return self.intact()
 
     def holds(self, offset: int, length: int) -> bool:
@@ -122,9 +122,20 @@ class OpenFile:
         return bool(_libc().madvise(self._address + low, offset + length - low, _POPULATE_READ) == 0)
 
     def close(self) -> None:
+        self.fd = -1
         self.whole_until = 0.0
         self._bytes = None  # unmapped when nobody copies out of it any more
         self.reader.close()
+
+
+class Window:
+    """All of an array, as long as its file is in the page cache: ask `file.whole()` before every look."""
+
+    __slots__ = ("count", "data", "file")
+
+    def __init__(self, file: OpenFile, data: np.ndarray[Any, Any], count: Callable[[int], None]) -> None:
+        self.file, self.data = file, data
+        self.count = count  # told how many bytes were copied
 
 
 class OpenFiles:

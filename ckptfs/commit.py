@@ -13,6 +13,7 @@ import json
 import os
 import re
 import struct
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ckptfs import manifest as mf
@@ -26,6 +27,9 @@ from ckptfs.write import Written
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from ckptfs.codec import Codec
+    from ckptfs.dtypes import DType
+    from ckptfs.grid import Layout
     from ckptfs.saveplan import Array, SavePlan
     from ckptfs.storage import LocalStore, Store
 
@@ -119,30 +123,41 @@ def _param(array: Array, pieces: list[Written], extent_bytes: int) -> Param:
 
 def array_document(array: Array) -> bytes:
     """An array's zarr.json, a pure function of the plan."""
-    return zarr3.dump(zarr3.array_json(array.layout, array.dtype, array.codec))
+    return _document(array.layout, array.dtype, array.codec)[1]
+
+
+@lru_cache(maxsize=1024)
+def _document(layout: Layout, dtype: DType, codec: Codec | None) -> tuple[dict[str, Any], bytes, str]:
+    """A zarr.json, its bytes and their checksum; a model has few that differ."""
+    document = zarr3.array_json(layout, dtype, codec)
+    text = zarr3.dump(document)
+    return document, text, digest(text).hex()
 
 
 def documents(params: dict[str, Param]) -> tuple[dict[str, bytes], dict[str, str]]:
     """(path → bytes of every zarr.json above the arrays, path → checksum of every array's own)."""
-    arrays = {p.path: zarr3.array_json(p.layout, p.dtype, p.codec) for p in params.values()}
+    found = {p.path: _document(p.layout, p.dtype, p.codec) for p in params.values()}
+    arrays = {path: document for path, (document, _, _) in found.items()}
     out = {f"{group}/zarr.json": zarr3.dump(zarr3.group_json()) for group in zarr3.groups_of(arrays)}
     out["zarr.json"] = zarr3.dump(zarr3.root_json(arrays))
-    return out, {path: digest(zarr3.dump(document)).hex() for path, document in arrays.items()}
+    return out, {path: checksum for path, (_, _, checksum) in found.items()}
 
 
 def now() -> str:
     return dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def put(target: Store, path: str, data: bytes) -> None:
-    """A small file of a step that is not committed yet."""
-    if target.positional:
-        folder = path.rpartition("/")[0]
-        if folder:
-            target.make_dirs(folder)  # type: ignore[attr-defined]
-        target.write_unsynced(path, data)  # type: ignore[attr-defined]
-    else:
+def put(target: Store, path: str, data: bytes, like: str = "") -> None:
+    """A small file of a step that is not committed yet. `like`: a file there with these very bytes."""
+    if not target.positional:
         target.write(path, data)
+        return
+    local: LocalStore = target  # type: ignore[assignment]
+    folder = path.rpartition("/")[0]
+    if folder:
+        local.make_dirs(folder)
+    if like in ("", path) or not local.link_unsynced(like, path):
+        local.write_unsynced(path, data)
 
 
 def assemble(

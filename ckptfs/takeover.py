@@ -215,6 +215,9 @@ def documents_of(plan: SavePlan, ranks: Collection[int], size: int) -> list[int]
 
 
 def put_documents(target: Store, plan: SavePlan, numbers: Iterable[int]) -> None:
+    """Those of arrays alike are one file with many names."""
+    first: dict[bytes, str] = {}
     for number in numbers:
         array = plan.arrays[number]
-        commit.put(target, f"{zarr3.path_of_name(array.name)}/zarr.json", commit.array_document(array))
+        path, text = f"{zarr3.path_of_name(array.name)}/zarr.json", commit.array_document(array)
+        commit.put(target, path, text, first.setdefault(text, path))

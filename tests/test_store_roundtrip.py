@@ -3,6 +3,7 @@
 Ranks are threads; meshes, flat ranges and boxes are cut by the slow twin in `spreads`.
 """
 
+import os
 import shutil
 import tempfile
 
@@ -193,3 +194,22 @@ def test_shards_without_a_useful_common_boundary_are_stored_raw_with_a_note(fold
     with Run(f"{folder}/raw")[1] as checkpoint:
         assert checkpoint.param("w").layout.files == 1
         assert same(checkpoint["w"].numpy(), data)
+
+
+def test_arrays_alike_share_their_document_and_others_do_not(tmp_path):
+    tree = {"a": np.zeros((2, 3), "f4"), "b": np.ones((2, 3), "f4"), "c": np.zeros((3, 2), "f4")}
+    step = Run(tmp_path / "run").save(1, tree).path
+    inodes = {name: os.stat(f"{step}/{name}/zarr.json").st_ino for name in tree}
+    assert inodes["a"] == inodes["b"] != inodes["c"]
+
+
+def test_where_links_are_refused_every_array_has_a_document_of_its_own(tmp_path):
+    class NoLinks(NoSync):
+        def link(self, source, target):
+            raise PermissionError(1, "no links here", source)
+
+    tree = {"a": np.zeros((2, 3), "f4"), "b": np.ones((2, 3), "f4")}
+    run = Run(LocalStore(tmp_path / "run", ops=NoLinks()))
+    step = run.save(1, tree).path
+    assert os.stat(f"{step}/a/zarr.json").st_nlink == 1
+    assert verify(run[1]) == []

@@ -9,6 +9,7 @@ keeps its kind.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import time
@@ -111,6 +112,8 @@ class Saver:
         now; returns how many bytes that were.
         """
         self.phase("describe")
+        collecting = gc.isenabled()
+        gc.disable()  # many small objects at once would set off a collection, 0.1 s in a process with torch
         try:
             return self._describe(value, owned)
         except Exception as error:
@@ -119,6 +122,8 @@ class Saver:
             self._unfit = error  # the others must hear of it: see enter
             return 0
         finally:
+            if collecting:
+                gc.enable()
             self.phase("queue")
 
     def _describe(self, value: object, owned: set[int] | None) -> int:
@@ -218,7 +223,7 @@ class Saver:
         self._stager = Stager(self.plan, self._pieces, self._started, pool)
         self._pipeline = self._writers(target, self.plan, self.jobs, self._stager, pool)
         if self._pipeline.files is not None:
-            self._pipeline.files.reserve(then=lambda: self._write_documents(target))
+            self._pipeline.files.reserve(lambda: self._write_documents(target), later=self.copy_first)
 
     def _writers(
         self, target: Store, plan: SavePlan, jobs: Sequence[Job], stager: Stager, pool: StagingPool
@@ -266,8 +271,6 @@ class Saver:
             self._spare.fill(self._spare_jobs(), self._stager, hurry)
         self._stager.wait_landed()
         self._pipeline.go()
-        if self._pipeline.files is not None:
-            self._pipeline.files.wait_reserved()
         self._held = []
         if not self.keeps_tensors:
             self._pieces = []

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 _PACK = 64  # small arrays lie at multiples of this in a shared buffer
+_JOBS = 32  # as long as jobs are smaller than a buffer, there are about so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,13 @@ class Job:
 
 
 def jobs_of(plan: SavePlan, io_bytes: int, small_bytes: int) -> list[Job]:
-    """This rank's pieces as jobs in storage order; arrays below `small_bytes` share buffers.
+    """This rank's pieces as jobs, about in storage order; what is smaller than a buffer shares one.
 
     Pieces of one array are cut at multiples of `io_bytes` (a multiple of the extent size); files of their own are
-    never cut.
+    never cut. Little data makes small jobs, so that there is something to do for every thread.
     """
     jobs: list[Job] = []
+    full = min(io_bytes, max(small_bytes, sum(b - a for ranges in plan.pieces.values() for a, b in ranges) // _JOBS))
     pack: list[Part] = []
     used = 0
     for number, ranges in plan.pieces.items():
@@ -67,14 +69,16 @@ def jobs_of(plan: SavePlan, io_bytes: int, small_bytes: int) -> list[Job]:
                 for block in range(start // layout.block_bytes, (stop - 1) // layout.block_bytes + 1):
                     low = block * layout.block_bytes
                     jobs.append(Job((Part(number, low, low + layout.used_bytes(block), 0),)))
-            elif stop - start <= small_bytes:
-                if used + stop - start > io_bytes:
+                continue
+            for a, b in [(start, stop)] if stop - start <= small_bytes else cut(start, stop, io_bytes):
+                # Direct I/O wants memory and file equally far from a page's beginning.
+                step, offset = (_PACK, 0) if stop - start <= small_bytes else (PAGE, a % PAGE)
+                at = -(-used // step) * step + offset
+                if pack and at + b - a > full:
                     jobs.append(Job(tuple(pack)))
-                    pack, used = [], 0
-                pack.append(Part(number, start, stop, used))
-                used += -(-(stop - start) // _PACK) * _PACK
-            else:
-                jobs += [Job((Part(number, a, b, a % PAGE),)) for a, b in cut(start, stop, io_bytes)]
+                    pack, at = [], offset
+                pack.append(Part(number, a, b, at))
+                used = at + b - a
     if pack:
         jobs.append(Job(tuple(pack)))
     return jobs

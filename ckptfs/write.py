@@ -43,8 +43,8 @@ class Written:
 class Files:
     """The open files of a positional save: opened and reserved ahead of the writes, closed when their last piece is in.
 
-    Making a file costs as much as writing a megabyte, so a thread does it while the first bytes are copied and written;
-    `wait_reserved` is where a disk that has become full is noticed at the latest.
+    Making a file costs as much as writing a megabyte, so a thread does it while the first bytes are copied and written.
+    A disk that has become full meanwhile ends the writing.
     """
 
     def __init__(self, store: LocalStore, plan: SavePlan, jobs: Sequence[Job], small_bytes: int) -> None:
@@ -59,7 +59,6 @@ class Files:
                 self._left[part.array] += 1
         self._small_bytes = small_bytes
         self._stopped = False
-        self._reserved = threading.Event()
         self._reserving: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -67,9 +66,9 @@ class Files:
         array = self._plan.arrays[number]
         return f"{zarr3.path_of_name(array.name)}/{array.layout.key()}"
 
-    def reserve(self, then: Callable[[], None] = lambda: None) -> None:
+    def reserve(self, then: Callable[[], None] = lambda: None, *, later: bool = False) -> None:
         """Look whether everything this rank will write fits; then set space aside for it, and go on with `then`, in a
-        thread.
+        thread, which begins now or with `go`.
         """
         needed = sum(b - a for ranges in self._plan.pieces.values() for a, b in ranges)
         free = self._store.free_bytes()
@@ -79,15 +78,18 @@ class Files:
         def work() -> None:
             try:
                 self._reserve()
-                self._reserved.set()
                 then()
             except BaseException as error:
                 self._error = error
-            finally:
-                self._reserved.set()
 
         self._reserving = threading.Thread(target=work, name="ckptfs-reserve", daemon=True)
-        self._reserving.start()
+        if not later:
+            self._reserving.start()
+
+    def go(self) -> None:
+        """Begin what `reserve` was to do later."""
+        if self._reserving is not None and self._reserving.ident is None:
+            self._reserving.start()
 
     def _reserve(self) -> None:
         for number, ranges in self._plan.pieces.items():
@@ -106,12 +108,6 @@ class Files:
                     writer.reserve(start, stop)
             finally:
                 self._drop(number)
-
-    def wait_reserved(self) -> None:
-        """Until the space of everything is set aside; raises why it is not."""
-        if self._reserving is not None:
-            self._reserved.wait()
-        self.raise_error()
 
     def raise_error(self) -> None:
         """Raise what went wrong in the thread of `reserve`, if anything did."""
@@ -161,7 +157,7 @@ class Files:
         """Close everything, whatever happened."""
         with self._lock:
             self._stopped = True
-        if self._reserving is not None:
+        if self._reserving is not None and self._reserving.ident is not None:
             self._reserving.join()
         for writer in self._writers.values():
             writer.close()
@@ -228,16 +224,20 @@ class Pipeline:
             try:
                 return self._pool.acquire(1.0 if self._go.is_set() else 0.0)
             except StorageError:
-                self._go.set()
+                self.go()
                 self._raise_if_broken()  # else: just a slow store
 
     def go(self) -> None:
         """Everything is copied: write, if that has not begun yet."""
+        if not self._go.is_set() and self.files is not None:
+            self.files.go()
         self._go.set()
 
     def _raise_if_broken(self) -> None:
         if self._error is not None:
             raise self._error
+        if self.files is not None:
+            self.files.raise_error()
         self._check()
 
     def cancel(self, error: BaseException) -> None:
@@ -276,7 +276,7 @@ class Pipeline:
                 for event in events:  # also after an error: a copy must not land in a buffer that others use
                     event.synchronize()
                 if self._error is None:
-                    self._check()
+                    self._raise_if_broken()
                     for part in job.parts:
                         self._write(part, buffer.view[part.at : part.at + part.stop - part.start])
             except BaseException as error:

@@ -65,14 +65,14 @@ class Comb:
     length: int
     dims: int  # each range is one index of this many leading dimensions
     run_bytes: int  # of every contiguous run inside
-    bridged_bytes: int  # in gaps of a page and more, all ranges together
+    bridged_bytes: int  # in gaps, beyond the pages that are touched anyway; all ranges together
 
 
 def comb(layout: Layout, inner: Box, allowance_bytes: int) -> Comb:
     """How to read a (not empty) box of a block from a file: gaps are read through while they are few and small.
 
-    Gaps under a page cost nothing more: all pages of the range are touched anyway. Of larger ones, up to GAP_BYTES
-    each, at most `allowance_bytes` are read through; otherwise every run is a range of its own.
+    A gap under a page costs nothing: its pages are touched anyway. Of larger ones, up to GAP_BYTES each, what is more
+    than a page is counted, and at most `allowance_bytes` of that are read through; else every run is on its own.
     """
     strides = [s * layout.itemsize for s in strides_of(layout.block)]
     counts = inner.shape
@@ -81,7 +81,7 @@ def comb(layout: Layout, inner: Box, allowance_bytes: int) -> Comb:
     split, bridged = k, 0
     for d in range(k - 1, -1, -1):
         gap = strides[d] - length if counts[d] > 1 else 0
-        more = gap * (counts[d] - 1) * prod(counts[:d]) if gap >= PAGE_BYTES else 0
+        more = max(0, gap - PAGE_BYTES + 1) * (counts[d] - 1) * prod(counts[:d])
         if gap > GAP_BYTES or bridged + more > allowance_bytes:
             break
         bridged += more

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _THREADS_FROM_BYTES = 1 << 20  # less is read before threads have started
 _PART_BYTES = 2 << 20  # of one run: the fastest request through huge pages
 _BAND_BYTES = 4 << 20  # of scattered runs that are brought together
+_STREAMS = 2  # places of one file where bands are brought at the same time
 _SCRATCH_BYTES = 1 << 20  # a shorter range is read into a buffer: readahead would bring far more
 _ALONE_BYTES = 64 << 10  # a range of this length is worth a job of its own
 _FEW = 8  # pieces of one array that are looked at one by one
@@ -323,10 +324,16 @@ class Reader:
 
     def _bands(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], found: Comb) -> list[Job]:
         """A box that is read with its gaps, in bands that several threads may bring."""
-        band_bytes = min(_BAND_BYTES, self.settings.io_bytes)
-        bands = list(_cut(inner, out, -(-found.length // band_bytes)))
-        gaps = found.bridged_bytes // len(bands)
-        return [(part.nbytes, partial(self._band, param, block, band, part, gaps)) for band, part in bands]
+        jobs = list(_cut(inner, out, _STREAMS if found.length > _STREAMS * _BAND_BYTES else 1))
+        gaps = found.bridged_bytes // len(jobs)
+        return [(part.nbytes, partial(self._stream, param, block, box, part, gaps)) for box, part in jobs]
+
+    def _stream(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], gap_bytes: int) -> None:
+        """Band after band: many streams in one file would disturb the kernel's readahead."""
+        low, high = _ends(param.layout, inner)
+        bands = list(_cut(inner, out, -(-(high - low) // min(_BAND_BYTES, self.settings.io_bytes))))
+        for band, part in bands:
+            self._band(param, block, band, part, gap_bytes // len(bands))
 
     def _band(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], gap_bytes: int) -> None:
         layout = param.layout

@@ -267,7 +267,7 @@ def publish(run: Store, name: str, folder: str, raw: bytes, *, overwrite: bool, 
         check_free(local, name, overwrite=overwrite)
         local.exchange_dirs(folder, name)
         local.sync_dir()
-        discard(local, folder)
+        _collect(local, folder)
         return
     local.sync_dir()
 
@@ -317,12 +317,13 @@ def collect(run: Store, prefix: str) -> list[str]:
 
 
 def _collect(run: LocalStore, name: str) -> bool:
+    """Remove one hidden folder, unless a save that lives, or a reader of the step that it once was, holds it."""
     try:
         fd = os.open(run.full(name), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:  # somebody else removes it too
         return False
     try:
-        if not _lock(fd):
+        if not _lock(fd) or _is_read(run, name):
             return False
         doomed = name if name.endswith(DELETING) else name + DELETING
         if doomed != name:
@@ -333,6 +334,18 @@ def _collect(run: LocalStore, name: str) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def _is_read(run: LocalStore, name: str) -> bool:
+    """Whether somebody holds a lease on the step that was in this folder until it was replaced."""
+    try:
+        fd = os.open(f"{run.full(name)}/{mf.NAME}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # an unfinished save has no manifest
+        return False
+    try:
+        return not _lock(fd)
+    finally:
+        os.close(fd)
 
 
 def check_free(run: Store, name: str, *, overwrite: bool) -> None:

@@ -1,13 +1,14 @@
 """Which steps a run keeps, and how the others go.
 
-Rules: what to keep is a pure decision (`doomed`); the newest step and pinned ones always stay. Deleting happens on
-rank 0, after a commit, in a thread of its own. It begins with one rename (an object store: with the manifest), so a
-crash leaves a whole step or none; what it leaves besides is removed by the next save. A step that somebody reads
-(ckptfs.lease) stays until a later turn.
+Rules: what to keep is a pure decision (`doomed`); the newest step, the newest that `verify` found sound, and pinned
+ones always stay. Deleting happens on rank 0, after a commit, in a thread of its own. It begins with one rename (an
+object store: with the manifest), so a crash leaves a whole step or none; what it leaves besides is removed by the next
+save. A step that somebody reads (ckptfs.lease) stays until a later turn.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -16,12 +17,15 @@ from typing import TYPE_CHECKING
 
 from ckptfs import commit
 from ckptfs.errors import CkptError, MismatchError, NotFoundError
+from ckptfs.manifest import NAME as MANIFEST
+from ckptfs.manifest import digest
 
 if TYPE_CHECKING:
     from ckptfs.storage import Store
 
 _log = logging.getLogger("ckptfs")
 PINS = ".pins"  # a folder of the run; an object in it for each pinned step
+VERIFIED = ".verified"  # the same for steps that were found sound; it holds the checksum of their manifest
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,32 @@ def pinned(store: Store) -> set[int]:
     return {number for number in numbers if number is not None}
 
 
+def note_verified(store: Store, step: int, *, sound: bool) -> None:
+    """Remember what a check of every byte found."""
+    name = commit.step_name(step)
+    if sound:
+        store.write(f"{VERIFIED}/{name}", digest(store.read(f"{name}/{MANIFEST}")).hex().encode())
+    else:
+        store.remove(f"{VERIFIED}/{name}")
+
+
+def latest_verified(store: Store, steps: Collection[int]) -> int | None:
+    """The newest of these steps that was found sound, and has not been replaced since."""
+    noted = {commit.step_number(name) for name in store.children(VERIFIED)[1]}
+    for step in sorted(noted.intersection(steps), reverse=True):
+        name = commit.step_name(step)
+        with contextlib.suppress(NotFoundError):
+            if store.read(f"{VERIFIED}/{name}") == digest(store.read(f"{name}/{MANIFEST}")).hex().encode():
+                return step
+    return None
+
+
+def protected(store: Store, steps: Collection[int]) -> set[int]:
+    """The steps that stay whatever the policy says, besides the newest."""
+    verified = latest_verified(store, steps)
+    return pinned(store) | ({verified} if verified is not None else set())
+
+
 def pin(store: Store, step: int) -> None:
     """Keep a step whatever the policy says, until `unpin`; it holds for every process."""
     name = commit.step_name(step)
@@ -87,10 +117,11 @@ def prune(store: Store, steps: Sequence[int], policy: Policy) -> list[int]:
 
     gone: list[int] = []
     try:
-        for step in doomed(steps, policy, pinned(store)):
+        for step in doomed(steps, policy, protected(store, steps)):
             # Pins again: deleting takes long, and somebody may want a step because he has seen it named.
             if step not in pinned(store) and lease.discard(store, commit.step_name(step)):
-                gone.append(step)  # noqa: PERF401 - what is gone counts, also when the next one fails
+                gone.append(step)
+                store.remove(f"{VERIFIED}/{commit.step_name(step)}")
     except CkptError as error:
         _log.warning("old steps of %s could not be deleted, the next save tries again: %s", store.url, error)
     return gone

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from ckptfs.verify import Problem
     from ckptfs.watch import Leased
 
 Compression = "str | None | Mapping[str, str | None]"
@@ -239,6 +240,20 @@ class Run:
     @property
     def pinned(self) -> list[int]:
         return sorted(retention.pinned(self.store))
+
+    def verify(self, step: int | None = None, **how: Any) -> list[Problem]:
+        """Check every stored byte of a step (default: the latest), and remember if it is sound: see verify.verify.
+
+        The newest step that is known to be sound is never deleted.
+        """
+        from ckptfs.verify import verify
+
+        with self.latest if step is None else self[step] as checkpoint:
+            number = checkpoint.step
+            problems = verify(checkpoint, **how)
+        if number is not None:
+            retention.note_verified(self.store, number, sound=all(problem.warning for problem in problems))
+        return problems
 
     def prune(self) -> list[int]:
         """Delete now what the policy does not keep; the steps that are gone. Saves do this by themselves."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckptfs import commit, saveplan, takeover, tree
+from ckptfs import commit, retention, saveplan, takeover, tree
 from ckptfs.codec import pays, sample_ranges
 from ckptfs.errors import CkptError, ExistsError, MismatchError, SaveError, StorageError
 from ckptfs.manifest import digest
@@ -193,6 +193,8 @@ class Saver:
         request, store = self.request, self.store
         try:
             commit.check_free(store, request.name, overwrite=request.overwrite)
+            if request.overwrite and request.step in retention.pinned(store) and commit.exists(store, request.name):
+                return ExistsError(f"{store.url}/{request.name} is pinned: unpin step {request.step} to replace it")
             if commit.exists(store, request.name):
                 if not store.positional:
                     return MismatchError("a step in an object store cannot be replaced safely: save under another step")

@@ -10,7 +10,7 @@ from hypothesis import given
 
 import ckptfs
 from ckptfs import commit, lease, retention
-from ckptfs.errors import MismatchError, NotFoundError
+from ckptfs.errors import ExistsError, MismatchError, NotFoundError
 from ckptfs.retention import Policy, doomed
 from ckptfs.storage import FaultOps, FaultPlan, LocalStore, MemoryStore, SimulatedCrash
 
@@ -173,3 +173,69 @@ def test_only_rank_0_deletes(tmp_path):
     for thread in threads:
         thread.join(60)
     assert ckptfs.Run(tmp_path).steps() == [2]
+
+
+# --- steps that were checked -----------------------------------------------------------------------------------------
+
+
+def damage(folder, step):
+    path = folder / commit.step_name(step) / "x" / "c.0"
+    with path.open("r+b") as file:
+        file.write(b"\xff" * 64)
+
+
+def test_the_newest_step_that_was_found_sound_stays(tmp_path):
+    with ckptfs.Run(tmp_path, keep_last=1) as run:
+        save_all(run, [1, 2])
+        assert run.verify() == []
+        save_all(run, [3, 4])
+        assert run.steps() == [2, 4]
+        damage(tmp_path, 4)
+        assert [problem.kind for problem in run.verify(4)] == ["checksum"]
+        save_all(run, [5])
+        assert run.steps() == [2, 5]
+        assert run.verify() == []
+        assert run.prune() == [2]
+        assert os.listdir(tmp_path / ".verified") == ["step-00000005"]
+
+
+def test_what_was_found_sound_and_then_bad_or_replaced_is_not_protected(tmp_path):
+    with ckptfs.Run(tmp_path, keep_last=1) as run:
+        save_all(run, [1])
+        assert run.verify() == []
+        run.save(1, TREE, overwrite=True)
+        assert retention.latest_verified(run.store, [1]) is None
+        assert run.verify() == []
+        assert retention.latest_verified(run.store, [1]) == 1
+        damage(tmp_path, 1)
+        assert run.verify()
+        assert retention.latest_verified(run.store, [1]) is None
+        save_all(run, [2])
+        assert run.steps() == [2]
+
+
+# --- steps that are replaced -----------------------------------------------------------------------------------------
+
+
+def test_a_pinned_step_is_not_replaced(tmp_path):
+    with ckptfs.Run(tmp_path) as run:
+        save_all(run, [1])
+        run.pin(1)
+        with pytest.raises(ExistsError, match="unpin step 1"):
+            run.save(1, TREE, overwrite=True)
+        run.unpin(1)
+        run.save(1, TREE, overwrite=True)
+
+
+def test_what_was_replaced_stays_while_somebody_reads_it(tmp_path):
+    with ckptfs.Run(tmp_path) as run:
+        run.save(1, {"x": np.zeros(3000)})
+        with lease.take(run.store, "step-00000001"):
+            run.save(1, {"x": np.ones(3000)}, overwrite=True)
+            run.save(2, TREE)  # which clears away what dead saves left
+            (old,) = [name for name in os.listdir(tmp_path) if name.startswith(".step-")]
+            with ckptfs.Checkpoint(run.store.sub(old)) as checkpoint:
+                assert not checkpoint["x"].numpy().any()
+            assert run[1]["x"].numpy().all()
+        run.save(3, TREE)
+        assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002", "step-00000003"]

@@ -14,8 +14,9 @@ def add(commands: Any) -> None:
         commands,
         "prune",
         "delete old steps of a run",
-        "What any rule keeps is kept; the newest step and pinned ones always stay. Steps in use (mounted, watched)\n"
-        "stay and are named: run it again later. A crash on the way leaves whole steps only.",
+        "What any rule keeps is kept; the newest step, the newest that verify found sound and pinned ones always\n"
+        "stay. Steps in use (mounted, watched) stay and are named: run it again later. A crash on the way leaves\n"
+        "whole steps only.",
         "  ckptfs prune run7 --keep-last 3 --dry-run\n  ckptfs prune run7 --keep-last 3 --keep-every 1000\n",
     )
     text.add_url(made, "run_url", "a run")
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         text.require_run(found.store)
     gone: list[int] = []
     held: list[int] = []
-    for step in retention.doomed(steps, policy, retention.pinned(found.store)):
+    for step in retention.doomed(steps, policy, retention.protected(found.store, steps)):
         name = commit.step_name(step)
         free = not lease.held(found.store, name) if args.dry_run else lease.discard(found.store, name)
         (gone if free else held).append(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,13 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ckptfs import retention
+    from ckptfs.errors import CkptError
     from ckptfs.verify import verify
 
     results: list[dict[str, Any]] = []
     bad = 0
-    for store in stores(args):
+    for store, run_store, step in stores(args):
         began = time.perf_counter()
         with text.held(store, args), text.bar(args, store.url.rpartition("/")[2]) as bar:
             checked = 0
@@ -50,6 +53,9 @@ def run(args: argparse.Namespace) -> int:
         seconds = time.perf_counter() - began
         wrong = [p for p in problems if args.strict or not p.warning]
         bad += bool(wrong)
+        if run_store is not None and step is not None:
+            with contextlib.suppress(CkptError):  # somebody else's run, which we may only read
+                retention.note_verified(run_store, step, sound=all(p.warning for p in problems))
         if not args.json:
             _report(store.url, problems, wrong, checked, seconds)
         results.append(
@@ -68,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def stores(args: argparse.Namespace) -> list[Store]:
-    """The steps' stores. They are not opened here: a damaged manifest is a result, not an error."""
+def stores(args: argparse.Namespace) -> list[tuple[Store, Store | None, int | None]]:
+    """The steps' stores, with their run's and number. None is opened: a damaged manifest is a result, not an error."""
     from ckptfs import commit
     from ckptfs.manifest import NAME
     from ckptfs.run import Run, split_url
@@ -78,7 +84,7 @@ def stores(args: argparse.Namespace) -> list[Store]:
     base, step = split_url(args.url)
     store = open_store(base, **text.options(args))
     if step is None and store.exists(NAME):
-        return [store]
+        return [(store, None, None)]
     found = Run(store)
     steps = found.steps()
     if step is None or step == "latest":
@@ -91,7 +97,7 @@ def stores(args: argparse.Namespace) -> list[Store]:
     else:
         found[int(step)]  # raises, and says which steps there are
         picked = []
-    return [store.sub(commit.step_name(number)) for number in picked]
+    return [(store.sub(commit.step_name(number)), store, number) for number in picked]
 
 
 def _report(url: str, problems: list[Problem], wrong: list[Problem], checked: int, seconds: float) -> None:

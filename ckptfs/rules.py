@@ -525,7 +525,8 @@ class _Compiler:
                 self.mapped.ignored.append(self.seen[name])
             elif isinstance(match.rule, Drop):
                 self._drop(name, match.rule.equal.fill(match.bindings), match.number)
-            elif isinstance(match.rule, Rule):
+            else:
+                assert isinstance(match.rule, Rule)  # an alias has no pattern that a source could match
                 over = match.rule.stack.over if match.rule.stack else None
                 key = tuple((k, v) for k, v in match.bindings.items() if k != over)
                 groups.setdefault((match.number, tuple(sorted(key))), []).append((match.pattern, match.bindings, name))

@@ -1115,7 +1115,7 @@ def _same(key: object) -> object:
 
 
 def _no_array(name: str, _tag: dict[str, Any]) -> NoReturn:
-    raise FormatError(f"the array {name!r} is a dict key")
+    raise FormatError(f"the array {name!r} is a dict key")  # pragma: no cover - check() has refused such trees before
 
 
 def _held(target: object) -> bool:

@@ -205,6 +205,16 @@ def test_dtypes_without_a_portable_description():
     unsupported(np.zeros((), [("a", "O")])[()], "Python objects")
 
 
+def test_dtypes_that_are_described_in_part():
+    for node in (
+        {"names": []},
+        {"base": "<f4"},
+        {"names": [], "formats": [], "offsets": [], "itemsize": 0, "aligned": 1},
+    ):
+        with pytest.raises(ValueError, match="not a dtype"):
+            tags.json_to_dtype(node)
+
+
 def test_dtypes_of_ml_dtypes_come_back():
     import ml_dtypes
 
@@ -411,6 +421,17 @@ def test_extents_that_do_not_fit_their_files(layout, runs, match):
     codec = Codec("zstd", 3) if layout.compressed else None
     with pytest.raises(FormatError, match=match):
         manifest._check_sum(layout, codec, runs, sum(count for _, count in runs))
+
+
+def test_long_lists_of_extents_are_read_like_short_ones():
+    raw = [[i % 7 + 1, i % 3 + 1] for i in range(manifest._LONG)]
+    assert manifest._runs(raw) == (tuple(map(tuple, raw)), sum(n for _, n in raw))
+    for lie in ([1.0, 1], [True, 1], [0, 1], [1, 0], [1], "ab", [1 << 62, 1], [1, 1 << 61]):
+        with pytest.raises(FormatError):
+            manifest._runs([*raw, lie])
+    for lie in ([1.0, 1], [True, 1], [0, 1], [1, 0], [1], "ab"):
+        with pytest.raises(FormatError):
+            manifest._runs([lie])
 
 
 # --- maps whose variables are not known ------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ import pytest
 from hypothesis import given, settings
 
 from ckptfs import expr, loadplan, manifest, rules, saveplan, tags, tree
+from ckptfs.box import Box
 from ckptfs.codec import Codec
 from ckptfs.errors import CorruptError, FormatError, MismatchError
-from ckptfs.grid import Layout
+from ckptfs.grid import Layout, choose
 from ckptfs.layout_ops import _short
 from ckptfs.tree import PerRank, fill, flatten, loads, merge
 
@@ -39,6 +40,15 @@ def test_blosc_takes_no_chunk_beyond_its_limit():
 def test_a_zstd_frame_that_does_not_say_its_size_is_corrupt(descriptor):
     with pytest.raises(CorruptError):
         Codec("zstd", 3).decode(b"\x28\xb5\x2f\xfd" + bytes([descriptor, 0]), 10)
+
+
+# --- grid ------------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_divide_files_that_end_where_shards_do():
+    halves = [Box((0, 0), (7, 4)), Box((7, 0), (14, 4))]
+    found = choose((14, 4), 4, halves, many=True, chunk_bytes=64)
+    assert (found.block, found.chunk) == ((7, 4), (1, 4))
 
 
 # --- expr ------------------------------------------------------------------------------------------------------------

@@ -7,12 +7,14 @@ check is that the lengths add up to exactly what the layout says. The last key i
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, starmap
 from math import prod
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ NAME = "manifest.json"
 HASH_BYTES = 16
 _TAIL = re.compile(rb',"xxh3_128":"([0-9a-f]{32})"}\n\Z')
 _LIMIT = 1 << 62
+_LONG = 64  # more runs than arrays have that are not compressed
 _HASH = re.compile(r"[0-9a-f]{32}\Z")
 _SEGMENT = re.compile(r"[^/\\\x00-\x1f\x7f]{1,255}\Z")
 
@@ -192,6 +195,8 @@ class Manifest:
     @classmethod
     def parse(cls, raw: bytes, where: str = NAME) -> Manifest:
         """The manifest in these bytes; FormatError says what is wrong with them, and where."""
+        collecting = gc.isenabled()
+        gc.disable()  # up to a million objects are made and none is garbage: looking for some doubles the time
         try:
             return _parse(raw)
         except FormatError as error:
@@ -200,6 +205,9 @@ class Manifest:
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError, MemoryError) as error:
             msg = f"{where}: not a manifest: {error}"
             raise FormatError(msg) from None
+        finally:
+            if collecting:
+                gc.enable()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -227,10 +235,10 @@ _KEYS = {"format", "reader", "writer", "software", "save_id", "step", "created",
 
 
 def _parse(raw: bytes) -> Manifest:
-    tail = _TAIL.search(raw)
+    tail = _TAIL.search(raw, max(0, len(raw) - 64))
     if tail is None:
         raise FormatError("the file does not end as a manifest does: it was cut off or is not one of ours")
-    if digest(raw[: tail.start()]).hex().encode() != tail.group(1):
+    if digest(memoryview(raw)[: tail.start()]).hex().encode() != tail.group(1):
         raise FormatError("the manifest's own checksum does not match: the file is damaged; restore it from a copy")
     data = _typed(strict_json(raw), dict, "manifest")
     if data.get("format") != "ckptfs":
@@ -308,16 +316,30 @@ def _param(name: str, raw: object) -> Param:
     layout = _layout(shape, dtype.itemsize, block, chunk, many, codec is not None)
     path = _typed(entry.get("path"), str, "path")
     check_relative(path)
-    runs = _typed(entry.get("extents"), list, "extents")
-    if any(not isinstance(run, list) or len(run) != 2 for run in runs):
-        raise FormatError("extents are not pairs of a length and a count")
-    runs = tuple((_int(a, "length"), _int(b, "count")) for a, b in runs)
+    runs, count = _runs(_typed(entry.get("extents"), list, "extents"))
     hashes = _hex(entry.get("xxh3"))
-    count = sum(n for _, n in runs)
-    if any(length < 1 or n < 1 for length, n in runs) or count * HASH_BYTES != len(hashes):
+    if count * HASH_BYTES != len(hashes):
         raise FormatError("extents and checksums do not agree in number")
-    _check_sum(layout, codec, runs, count)
+    # Long lists are those of compressed arrays, of which no two are equal: not kept.
+    (_check_sum if len(runs) < _LONG else _check_sum.__wrapped__)(layout, codec, runs, count)
     return Param(name, path, dtype, layout, codec, runs, hashes, _hash(entry.get("zarr_xxh3")))
+
+
+def _runs(raw: list[Any]) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Run lengths and how many extents they are; long lists are looked at without a loop of Python's."""
+    if len(raw) < _LONG or set(map(type, raw)) != {list} or set(map(len, raw)) != {2}:
+        if any(not isinstance(run, list) or len(run) != 2 for run in raw):
+            raise FormatError("extents are not pairs of a length and a count")
+        runs = tuple((_int(a, "length"), _int(b, "count")) for a, b in raw)
+        if any(length < 1 or n < 1 for length, n in runs):
+            raise FormatError("an extent without bytes, or a run without extents")
+        return runs, sum(n for _, n in runs)
+    if set(map(type, chain.from_iterable(raw))) != {int}:
+        raise FormatError("lengths and counts of extents are not whole numbers")
+    table = np.array(raw, dtype=np.int64)  # an OverflowError is one of the ways in which a manifest is none
+    if table.min() < 1 or table.max() >= _LIMIT or table[:, 1].max() > _LIMIT // len(raw):
+        raise FormatError("lengths and counts of extents are not in range")
+    return tuple(map(tuple, raw)), int(table[:, 1].sum())
 
 
 @lru_cache(4096)
@@ -337,7 +359,7 @@ def _check_sum(layout: Layout, codec: Codec | None, runs: tuple[tuple[int, int],
         return
     if (layout.many and layout.blocks > _LIMIT >> 32) or (layout.sharded and layout.chunks_per_block > MAX_CHUNKS << 8):
         raise FormatError("absurdly many blocks or chunks")
-    total = sum(length * n for length, n in runs)
+    total = sum(starmap(mul, runs))
     if not layout.many:
         if total != layout.logical_bytes:
             raise FormatError(f"extents hold {total} bytes, the layout {layout.logical_bytes}")
@@ -348,7 +370,7 @@ def _check_sum(layout: Layout, codec: Codec | None, runs: tuple[tuple[int, int],
     if codec is not None:
         if count != sum(n // layout.chunk_bytes for n in used):
             raise FormatError("a compressed array has one extent per chunk")
-        if any(length > 2 * layout.chunk_bytes + 4096 for length, _ in runs):
+        if max(runs)[0] > 2 * layout.chunk_bytes + 4096:
             raise FormatError("a compressed chunk is far longer than what is in it")
         return
     if total != sum(used):

@@ -16,6 +16,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -65,7 +66,7 @@ def _fuse_class(module: ModuleType) -> Any:
             view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
             return _OPERATIONS[id(self)].read_into(fip.contents.fh, offset, view)
 
-        def __init__(self, operations: Operations, mountpoint: str, **options: Any) -> None:
+        def __init__(self, operations: Operations | ByMethod, mountpoint: str, **options: Any) -> None:
             _OPERATIONS[id(self)] = operations  # FUSE.__init__ returns only after the unmount
             try:
                 super().__init__(operations, mountpoint, **options)
@@ -75,7 +76,7 @@ def _fuse_class(module: ModuleType) -> Any:
     return ReadingInPlace
 
 
-_OPERATIONS: dict[int, Operations] = {}
+_OPERATIONS: dict[int, Operations | ByMethod] = {}
 
 
 def serve(root: Dir, mountpoint: str, options: MountOptions, on_ready: Callable[[], None]) -> None:
@@ -99,7 +100,8 @@ def serve(root: Dir, mountpoint: str, options: MountOptions, on_ready: Callable[
     if options.nonempty and module.__name__ == "fuse":  # libfuse 3 has no such option: it always allows it
         settings["nonempty"] = True
     try:
-        _fuse_class(module)(operations, mountpoint, **settings)
+        called = operations if module.__name__ == "fuse" else ByMethod(operations)
+        _fuse_class(module)(called, mountpoint, **settings)
     except RuntimeError as error:
         raise StorageError(f"libfuse could not mount at {mountpoint} (status {error}): see the lines before") from None
     finally:
@@ -107,7 +109,7 @@ def serve(root: Dir, mountpoint: str, options: MountOptions, on_ready: Callable[
 
 
 class Operations:
-    """fusepy's operations, by path. `__call__` is how the library calls any of them."""
+    """The operations, by path. fusepy calls any of them through `__call__`; for mfusepy see `ByMethod`."""
 
     use_ns = True
     flag_nullpath_ok = 1  # open files go on when their name is gone: libfuse 2 then gives None for the path
@@ -270,3 +272,14 @@ class Operations:
         handles, self._handles = self._handles, {}
         for handle in handles.values():
             handle.give_back()
+
+
+class ByMethod:
+    """The operations for mfusepy, which calls methods directly: errors become errnos there as well."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._operations, name)
+        return partial(self._operations, name) if callable(value) else value

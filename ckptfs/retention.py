@@ -80,9 +80,11 @@ def note_verified(store: Store, step: int, *, sound: bool) -> None:
 
 def latest_verified(store: Store, steps: Collection[int]) -> int | None:
     """The newest of these steps that was found sound, and has not been replaced since."""
-    noted = {commit.step_number(name) for name in store.children(VERIFIED)[1]}
-    for step in sorted(noted.intersection(steps), reverse=True):
+    noted = set(store.children(VERIFIED)[1])
+    for step in sorted(steps, reverse=True):
         name = commit.step_name(step)
+        if name not in noted:
+            continue
         with contextlib.suppress(NotFoundError):
             if store.read(f"{VERIFIED}/{name}") == digest(store.read(f"{name}/{MANIFEST}")).hex().encode():
                 return step

@@ -24,7 +24,7 @@ from ckptfs.codec import pays, sample_ranges
 from ckptfs.errors import CkptError, ExistsError, MismatchError, SaveError, StorageError
 from ckptfs.manifest import digest
 from ckptfs.meet import UNFIT, Description, PlanCache, agree
-from ckptfs.ranks import Group, Round, Timeouts
+from ckptfs.ranks import Group, Round, Timeouts, blame, typical
 from ckptfs.ranks.round import LeaderRound
 from ckptfs.shards import as_numpy, hold, tie
 from ckptfs.stage import Pools, Stager, StagingPool, Started, copies_of_unowned, jobs_of
@@ -348,7 +348,9 @@ class Saver:
     def _extra(self, round_: Round) -> dict[str, Any]:
         """What the report says besides checksums: the tree, once per distinct tree, and the small replicas."""
         nodes = _nodes(round_)
-        extra: dict[str, Any] = {"small": self._small}
+        extra: dict[str, Any] = {"small": self._small, "host": self.group.host}
+        if self._pipeline is not None:
+            extra["rates"] = self._pipeline.rates()
         if nodes.index(nodes[self.group.rank]) == self.group.rank:
             extra["node"] = self._mine.node.decode()
         return extra
@@ -365,6 +367,7 @@ class Saver:
         try:
             round_.heartbeat("commit")
             self.notes += [f"rank {rank} was slow: {text}" for rank, text in sorted(round_.slow_ranks().items())]
+            self._look_at_rates([extra for _, extra in reports])
             payload = self._publish(round_, self.store.sub(self._folder), reports)
         except CkptError as error:
             round_.publish(error)
@@ -374,6 +377,18 @@ class Saver:
             round_.publish(wrapped)
             raise wrapped from error
         round_.publish(payload=payload)
+
+    def _look_at_rates(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """Say so when a host or the store was slow, in the log and in the result."""
+        memory = self.group.topic(self.request.topic)
+        rates = {rank: extra["rates"] for rank, extra in enumerate(told) if extra.get("rates")}
+        if rates and self.group.size > 1:
+            hosts = {rank: extra["host"] for rank, extra in enumerate(told) if "host" in extra}
+            fault = blame(rates, hosts, memory.usual)
+            memory.usual = typical(rates.values(), memory.usual)
+            if fault:
+                _log.warning("step %s of %s: %s", self.request.step, self.store.url, fault)
+                self.notes.append(fault)
 
     def _publish(self, round_: LeaderRound, target: Store, reports: Sequence[commit.Report]) -> bytes:
         built = commit.assemble(

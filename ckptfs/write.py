@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from ckptfs.storage import LocalStore, Store
 
 
+_TELLING_BYTES = 16 << 20  # the rate of fewer says more about the moment than about the target
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """A finished piece, as a rank reports it: stored lengths only where compression made them differ."""
@@ -189,6 +192,7 @@ class Pipeline:
         self.written: list[Written] = []
         self.raw_bytes = self.stored_bytes = 0
         self.codec_s = 0.0
+        self._spent = {"memory": [0, 0.0], "store": [0, 0.0]}  # bytes and seconds, summed over threads
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[Job, Any, list[Any]] | None] = queue.SimpleQueue()
@@ -208,8 +212,10 @@ class Pipeline:
         """Copy a job's bytes (here, now) and hand them to the writers; waits while all buffers are in use."""
         self._raise_if_broken()
         buffer = self._acquire()
+        begin = time.perf_counter()
         try:
             events = self._stager.copy(job, buffer)
+            self._spend("memory", job.nbytes, begin)
         except BaseException:
             self._pool.release(buffer)
             raise
@@ -293,13 +299,30 @@ class Pipeline:
             size = self._plan.extent_bytes
             hashes = [digest(view[a - part.start : b - part.start]) for a, b in cut(part.start, part.stop, size)]
             assert self.files is not None  # files that several ranks share are planned for positional stores only
+            begin = time.perf_counter()
             self.files.write(part, view)
+            self._spend("store", len(view), begin)
             stored = len(view)
         with self._lock:
             self.written.append(Written(part.array, part.start, part.stop, lengths, b"".join(hashes)))
             self.raw_bytes += len(view)
             self.stored_bytes += stored
         self._progress(self.raw_bytes)
+
+    def _spend(self, target: str, nbytes: int, since: float) -> None:
+        took_s = time.perf_counter() - since
+        with self._lock:
+            spent = self._spent[target]
+            spent[0], spent[1] = spent[0] + nbytes, spent[1] + took_s
+
+    def rates(self) -> dict[str, float]:
+        """Bytes per second that one thread got from this host's memory, and into the store, if it was enough to tell."""
+        with self._lock:
+            return {
+                target: nbytes / took_s
+                for target, (nbytes, took_s) in self._spent.items()
+                if nbytes >= _TELLING_BYTES and took_s
+            }
 
     def _write_block(self, array: Array, part: Part, view: memoryview) -> tuple[list[int] | None, list[bytes], int]:
         """A block as a file of its own: its chunks (compressed or not), then their index."""
@@ -321,9 +344,11 @@ class Pipeline:
         if layout.sharded:
             body = bytes(body) + _index(array, block, lengths)
         path = f"{zarr3.path_of_name(array.name)}/{layout.key(block)}"
+        begin = time.perf_counter()
         if self._store.positional:
             self._store.make_dirs(zarr3.path_of_name(array.name))  # type: ignore[attr-defined]
             self._store.write_unsynced(path, body)  # type: ignore[attr-defined]
         else:
             self._store.write(path, body)
+        self._spend("store", len(body), begin)
         return lengths, hashes, len(body)

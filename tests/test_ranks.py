@@ -5,7 +5,20 @@ import threading
 import pytest
 
 from ckptfs.errors import CkptError, MismatchError, NotFoundError, SaveError, StorageError
-from ckptfs.ranks import Beat, Ended, Group, MemoryKV, Now, PeerWatch, Round, Timeouts, bytes_text, joining
+from ckptfs.ranks import (
+    Beat,
+    Ended,
+    Group,
+    MemoryKV,
+    Now,
+    PeerWatch,
+    Round,
+    Timeouts,
+    blame,
+    bytes_text,
+    joining,
+    typical,
+)
 from ckptfs.ranks.kv import PART_BYTES, drop_value, put_value, take_value
 from ckptfs.ranks.watch import TRANSITIONS, moved, slow_ranks
 
@@ -403,6 +416,36 @@ def test_slow_is_told_against_the_median_of_the_others():
     assert watch.judge_late(1, rates).startswith("slow: 0.4 GB/s against a median of 1.9, in phase 'write'")
     assert watch.judge_late(2, rates).startswith("no sign of life")
     assert slow_ranks(rates | {1: {"write": 4e8}}, 4.0) == {1: "0.4 GB/s in phase 'write' against a median of 1.9"}
+
+
+def test_host_and_store_are_told_apart():
+    fast = {"memory": 4e9, "store": 4e8}
+    hosts = dict.fromkeys(range(5), "a") | {4: "b"}
+    good = dict.fromkeys(range(4), fast)
+    assert blame(good | {4: {"memory": 2e9, "store": 2e8}}, hosts, fast) == ""
+    one_host = blame(good | {4: {"memory": 4e8, "store": 4e7}}, hosts, fast)
+    assert one_host.splitlines() == [
+        "rank 4 on b is slow against every target",
+        " GB/s a thread   memory    store",
+        "        rank 0        4      0.4",
+        "        rank 1        4      0.4",
+        "        rank 2        4      0.4",
+        "        rank 3        4      0.4",
+        "        rank 4      0.4     0.04",
+    ]
+    assert blame(good | {4: {"memory": 4e9, "store": 4e7}}, hosts, fast).startswith(
+        "rank 4 on b is slow against store only\n"
+    )
+    slow_store = {rank: {"memory": 4e9, "store": 5e7} for rank in range(4)}
+    assert blame(slow_store, hosts, fast).startswith("store is slow for all ranks: 0.05 GB/s a thread, 0.4 before\n")
+    assert blame(slow_store, hosts, {}) == ""  # nothing to compare with
+    assert blame({0: {"store": 1e8}}, hosts, fast) == ""  # ranks that hold nothing say nothing
+
+
+def test_what_is_usual_is_the_best_that_was_seen_slowly_forgotten():
+    usual = typical([{"store": 1e8}, {"store": 3e8}, {"store": 2e8, "memory": 1e9}], {})
+    assert usual == {"store": 2e8, "memory": 1e9}
+    assert typical([{"store": 1e7}], usual) == {"store": 1.96e8, "memory": 9.8e8}
 
 
 def test_bytes_for_people():

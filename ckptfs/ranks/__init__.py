@@ -12,7 +12,7 @@ Rules:
 from .group import Group
 from .kv import KV, C10dKV, MemoryKV
 from .round import Round
-from .watch import Beat, Ended, Now, PeerWatch, Timeouts, bytes_text, joining
+from .watch import Beat, Ended, Now, PeerWatch, Timeouts, blame, bytes_text, joining, typical
 
 __all__ = [
     "KV",
@@ -25,6 +25,8 @@ __all__ = [
     "PeerWatch",
     "Round",
     "Timeouts",
+    "blame",
     "bytes_text",
     "joining",
+    "typical",
 ]

@@ -29,6 +29,7 @@ class TopicMemory:
 
     last_seq: int = 0  # the newest round it took part in, or was told the end of
     unswept: list[int] = field(default_factory=list)  # leader: rounds that may have left keys
+    usual: dict[str, float] = field(default_factory=dict)  # leader: target → bytes per second in good saves
 
 
 @dataclass

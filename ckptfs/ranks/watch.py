@@ -166,6 +166,47 @@ def slow_ranks(rates: Mapping[int, Mapping[str, float]], times: float) -> dict[i
     return slow
 
 
+def blame(
+    rates: Mapping[int, Mapping[str, float]], hosts: Mapping[int, str], usual: Mapping[str, float], times: float = 4.0
+) -> str:
+    """Whose fault it is that a save was slow, from a rank × target table of bytes per second; "" if it was not slow.
+
+    A rank below a `times`-th of the median against every target: its host. Against one of them only: the way from
+    that host to it. A target whose median is below a `times`-th of what is `usual` for it: the target, for all ranks.
+    """
+    targets = sorted({target for of in rates.values() for target in of})
+    medians = {target: statistics.median(of[target] for of in rates.values() if target in of) for target in targets}
+    faults = [
+        f"{target} is slow for all ranks: {rate_text(medians[target])} GB/s a thread, {rate_text(usual[target])} before"
+        for target in targets
+        if medians[target] * times < usual.get(target, 0.0)
+    ]
+    suspects: dict[int, list[str]] = {}
+    for rank, of in sorted(rates.items()):
+        slow = [target for target in targets if target in of and of[target] * times < medians[target]]
+        if slow:
+            suspects[rank] = slow
+            against = "every target" if len(slow) == len(targets) > 1 else f"{', '.join(slow)} only"
+            faults.append(f"rank {rank} on {hosts.get(rank, '?')} is slow against {against}")
+    if not faults:
+        return ""
+    shown = sorted({*suspects, *sorted(rates)[:4]})[:16]
+    table = [f"{'GB/s a thread':>14}" + "".join(f"{target:>9}" for target in targets)]
+    for rank in shown:
+        cells = "".join(f"{rate_text(rates[rank][t]) if t in rates[rank] else '-':>9}" for t in targets)
+        table.append(f"{f'rank {rank}':>14}{cells}")
+    return "\n".join(["; ".join(faults), *table])
+
+
+def typical(rates: Iterable[Mapping[str, float]], usual: Mapping[str, float]) -> dict[str, float]:
+    """What is usual for each target after one more save: the best median so far, slowly forgotten."""
+    rates = list(rates)
+    out = {target: rate * 0.98 for target, rate in usual.items()}
+    for target in {target for of in rates for target in of}:
+        out[target] = max(out.get(target, 0.0), statistics.median(of[target] for of in rates if target in of))
+    return out
+
+
 # ----------------------------------------------------------------------------------------------------- rounds
 
 

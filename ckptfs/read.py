@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from ckptfs.errors import CorruptError, MismatchError, NotFoundError
 from ckptfs.loadplan import Comb, Request, comb, requests, starts_of
 from ckptfs.manifest import HASH_BYTES, digest
 from ckptfs.saveplan import cut
-from ckptfs.storage.directio import BufferPool
+from ckptfs.storage.directio import DIRECT_MIN_BYTES, BufferPool
 from ckptfs.storage.fileops import REAL_OPS
 from ckptfs.storage.local import LocalStore
 from ckptfs.storage.pagecache import OpenFile, OpenFiles, Window
@@ -41,7 +40,8 @@ if TYPE_CHECKING:
     from ckptfs.settings import Settings
     from ckptfs.storage import Store
 
-    Job = tuple[int, Callable[[], None]]  # bytes of the destination, and what fills them
+
+Job = tuple[int, "Callable[[], None]"]  # bytes of the destination, and what fills them
 
 _THREADS_FROM_BYTES = 1 << 20  # less is read before threads have started
 _PART_BYTES = 2 << 20  # of one run: the fastest request through huge pages
@@ -52,6 +52,8 @@ _ALONE_BYTES = 64 << 10  # a range of this length is worth a job of its own
 _FEW = 8  # pieces of one array that are looked at one by one
 _CARRIERS = {size: np.dtype(name) for size, name in {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}.items()}
 _CORES = os.cpu_count() or 1
+_END: Job = (0, lambda: None)
+_SMALL_TOGETHER = 64  # requests below the size that goes past the page cache, in one job
 _RUNS = 256  # shorter runs that one job reads
 
 
@@ -134,37 +136,41 @@ class Reader:
         check_verify(verify)
         if self._process != os.getpid():  # after a fork: another thread of the parent may have held a lock
             self._start()
-        jobs: list[Job] = []
-        for param, targets in wanted:
-            jobs += self._planned(param, targets, verify) if verify == "full" else self._slices(param, targets, verify)
-        self._run(jobs, progress)
+        wanted = list(wanted)
+        if verify == "full":
+            jobs = self._together(wanted)
+        else:
+            jobs = (job for param, targets in wanted for job in self._slices(param, targets, verify))
+        self._run(jobs, sum(target.out.nbytes for _, targets in wanted for target in targets), progress)
 
-    def _run(self, jobs: list[Job], progress: Callable[[int], None]) -> None:
-        """All jobs, on this thread and some helpers; the first error ends it, when nobody writes any more."""
-        left = deque(jobs)
-        done = 0
-        lock = threading.Lock()
+    def _run(self, jobs: Iterator[Job], nbytes: int, progress: Callable[[int], None]) -> None:
+        """All jobs, on this thread and some helpers: the first are done while the later ones are planned.
+
+        The first error ends it, when nobody writes any more.
+        """
+        done, over = 0, False
+        planning, counting = threading.Lock(), threading.Lock()
 
         def work(tell: Callable[[int], None]) -> None:
-            nonlocal done
+            nonlocal done, over
             try:
-                while left:
-                    try:
-                        length, job = left.popleft()
-                    except IndexError:
-                        return
+                while not over:
+                    with planning:
+                        length, job = next(jobs, _END)
                     job()
-                    with lock:
+                    if not length:
+                        return
+                    with counting:
                         done += length
                     tell(done)
             except BaseException:
-                left.clear()
+                over = True
                 raise
 
         helpers = []
-        if len(jobs) > 1 and sum(length for length, _ in jobs) >= _THREADS_FROM_BYTES:
+        if nbytes >= _THREADS_FROM_BYTES:
             threads = self._helpers()
-            count = min(self.settings.read_threads, len(jobs)) - 1
+            count = min(self.settings.read_threads, -(-nbytes // _PART_BYTES)) - 1
             helpers = [threads.submit(work, lambda _: None) for _ in range(count)]
         try:
             work(progress)
@@ -177,6 +183,34 @@ class Reader:
                 helper.result()
         if helpers:
             progress(done)
+
+    def _together(self, wanted: Iterable[tuple[Param, Sequence[Target]]]) -> Iterator[Job]:
+        """Everything for these targets; of local files, many small ones in a job.
+
+        Each alone would wait for the disk behind the large ones of the other threads.
+        """
+        small: list[tuple[Param, Sequence[Target], Request]] = []
+        for param, targets in wanted:
+            for one in requests(param, (t.box for t in targets), whole=True, io_bytes=self.settings.io_bytes):
+                if one.length >= DIRECT_MIN_BYTES or not self._mappable:
+                    yield one.length, partial(self._serve, param, targets, one, check=True)
+                    continue
+                small.append((param, targets, one))
+                if len(small) == _SMALL_TOGETHER:
+                    yield sum(one.length for *_, one in small), partial(self._serve_small, small)
+                    small = []
+        if small:
+            yield sum(one.length for *_, one in small), partial(self._serve_small, small)
+
+    def _serve_small(self, small: Sequence[tuple[Param, Sequence[Target], Request]]) -> None:
+        for param, _, request in small:  # the disk gets all requests before the first is waited for
+            file = self._take(param, request.file)
+            try:
+                os.posix_fadvise(file.fd, request.offset, request.length, os.POSIX_FADV_WILLNEED)
+            finally:
+                self._opened().give(file)
+        for param, targets, request in small:
+            self._serve(param, targets, request, check=True)
 
     def _planned(self, param: Param, targets: Sequence[Target], verify: str) -> list[Job]:
         """Everything for these targets, each stored byte once."""
@@ -324,6 +358,8 @@ class Reader:
 
     def _bands(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], found: Comb) -> list[Job]:
         """A box that is read with its gaps, in bands that several threads may bring."""
+        if found.length <= _SCRATCH_BYTES:
+            return [(out.nbytes, partial(self._through_space, param, block, inner, out))]
         jobs = list(_cut(inner, out, _STREAMS if found.length > _STREAMS * _BAND_BYTES else 1))
         gaps = found.bridged_bytes // len(jobs)
         return [(part.nbytes, partial(self._stream, param, block, box, part, gaps)) for box, part in jobs]
@@ -339,15 +375,22 @@ class Reader:
         layout = param.layout
         number, base = _place(layout, block)
         low, high = _ends(layout, inner)
-        length, file = high - low, self._take(param, number)
+        file = self._take(param, number)
         try:
-            if length > _SCRATCH_BYTES and file.populate(base + low, length):
+            if file.populate(base + low, high - low):
                 np.copyto(out, _window(layout, file.bytes(), base + low, inner.shape))
                 self.count(out.nbytes + gap_bytes)
                 return
         finally:
             self._opened().give(file)
-        request = Request(number, base + low, length, 0, 0, 0, 0)
+        self._through_space(param, block, inner, out)
+
+    def _through_space(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any]) -> None:
+        """A box with all its gaps, by way of a buffer."""
+        layout = param.layout
+        number, base = _place(layout, block)
+        low, high = _ends(layout, inner)
+        request = Request(number, base + low, high - low, 0, 0, 0, 0)
         with self._space(request) as view:
             self._fetch(param, request, view, check=False)
             np.copyto(out, _window(layout, view, 0, inner.shape))

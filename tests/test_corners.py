@@ -365,6 +365,15 @@ def test_an_array_is_no_key():
         fill({}, node, no_array)
 
 
+def test_big_endian_arrays_are_stored_native_and_come_back_as_they_were():
+    node, (leaf,) = flatten({"v": np.arange(3, dtype=">i4")})
+    assert leaf.value.dtype.isnative
+    found = tree.unflatten(node, lambda name, tag: leaf.value)["v"]
+    assert found.dtype == np.dtype(">i4")
+    assert found.tolist() == [0, 1, 2]
+    assert tree.unflatten(node, lambda name, tag: "a tensor")["v"] == "a tensor"
+
+
 # --- saveplan --------------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,22 @@ def test_a_short_crash_campaign_breaks_no_promise() -> None:
     assert all(tried == survived for tried, survived in counts)
 
 
+def test_portions_of_a_campaign_are_summed(tmp_path: Path) -> None:
+    portions = [
+        {"seed": 1, "minutes": 2.0, "rounds": 3, "tried": {"kill one rank": 2}, "survived": {"kill one rank": 2}},
+        {"seed": 2, "minutes": 0.5, "rounds": 4, "tried": {"full disk": 1}, "survived": {"full disk": 1}},
+        {"seed": 3, "minutes": 0.5, "rounds": 1, "tried": {"kill one rank": 1}, "survived": {}},
+    ]
+    path = tmp_path / "crash.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in portions))
+    command = [sys.executable, TOOLS / "crash.py", "--table", path]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "3.0 minutes, 8 jobs, seeds 1, 2, 3" in text
+    assert "| kill one rank | 3 | 2 |" in text
+    assert "| full disk | 1 | 1 |" in text
+    assert "| stop one rank | 0 | 0 |" in text
+
+
 def test_sixteen_thousand_ranks_plan_within_bounds() -> None:
     command = [sys.executable, TOOLS / "simulate.py", "--json", "--samples", "1", "--model", "70b", "--ranks", "16384"]
     done = subprocess.run([*command, "--layout", "hsdp", "tp-pp-dp"], capture_output=True, text=True, check=True)

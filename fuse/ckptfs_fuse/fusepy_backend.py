@@ -103,7 +103,9 @@ def serve(root: Dir, mountpoint: str, options: MountOptions, on_ready: Callable[
         called = operations if module.__name__ == "fuse" else ByMethod(operations)
         _fuse_class(module)(called, mountpoint, **settings)
     except RuntimeError as error:
-        raise StorageError(f"libfuse could not mount at {mountpoint} (status {error}): see the lines before") from None
+        is_asked = options.allow_other and os.geteuid() != 0
+        hint = "; allow_other needs the line user_allow_other in /etc/fuse.conf" if is_asked else ""
+        raise StorageError(f"libfuse could not mount at {mountpoint} (status {error}){hint}: see its log") from None
     finally:
         operations.close()
 

@@ -280,7 +280,8 @@ class LazyArray(ABC):
         else:
             good = not (out.is_conj() or out.is_neg() or out.is_meta)
             strides = out.stride()
-        if not good or any(s == 0 and n > 1 for s, n in zip(strides, out.shape, strict=True)):
+        expanded = any(s == 0 and n > 1 for s, n in zip(strides, out.shape, strict=True)) and 0 not in out.shape
+        if not good or expanded:
             raise MismatchError(
                 f"{self.name}: the destination cannot be written to: "
                 "it is read-only, expanded, conjugated, byte-swapped or meta"

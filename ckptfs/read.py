@@ -272,15 +272,18 @@ class Reader:
         if high - low == out.nbytes and out.flags.c_contiguous:
             start = block * layout.block_bytes + low
             return self._parts(param, start, start + out.nbytes, out, check, held=self._holds(param, block, low, high))
-        edges = sum(map(bool, inner.start)) + sum(map(int.__lt__, inner.stop, layout.block))
-        found = comb(layout, inner, edges * param.longest_extent)
-        if check and found.run_bytes >= param.shortest_extent:  # whole extents, to be checked
+        if check and comb(layout, inner, 0).run_bytes >= param.shortest_extent:  # whole extents, to be checked
             origin = layout.block_origin(block)
             return self._planned(param, [Target(inner.within([-at for at in origin]), out)], "extents")
         if self._holds(param, block, low, high):
             count = min(_CORES, out.nbytes // _PART_BYTES)
             bands = _cut(inner, out, count) if count > 1 else [(inner, out)]
             return [(part.nbytes, partial(self._copy_box, param, block, band, part)) for band, part in bands]
+        return self._cold(param, block, inner, out, check=check)
+
+    def _cold(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], *, check: bool) -> list[Job]:
+        """Several runs that are not in the page cache."""
+        found = comb(param.layout, inner, _allowance(param, inner))
         if found.dims == 0:
             return self._bands(param, block, inner, out, found)
         if found.length >= _ALONE_BYTES or found.length > found.run_bytes:
@@ -353,8 +356,9 @@ class Reader:
             self._opened().give(file)
         if held:
             self.count(out.nbytes)
-        else:
-            self._band(param, block, inner, out, high - low - out.nbytes)
+            return
+        for _, job in self._cold(param, block, inner, out, check=False):
+            job()
 
     def _bands(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], found: Comb) -> list[Job]:
         """A box that is read with its gaps, in bands that several threads may bring."""
@@ -528,6 +532,12 @@ def _request(param: Param, start: int, stop: int, check: bool) -> Request:
     layout = param.layout
     file, offset = divmod(start, layout.block_bytes) if layout.many else (0, start)
     return Request(file, offset, stop - start, start, stop, first, last)
+
+
+def _allowance(param: Param, inner: Box) -> int:
+    """Bytes beside those of a box that may be read: an extent for each of its faces inside the array."""
+    faces = sum(map(bool, inner.start)) + sum(map(int.__lt__, inner.stop, param.layout.block))
+    return faces * param.longest_extent
 
 
 def _place(layout: Layout, block: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptfs
-from ckptfs import dtypes, shards
+from ckptfs import checkpoint, dtypes, loadplan, read, shards
 from ckptfs.box import Box
 from ckptfs.errors import CorruptError, MismatchError, NotFoundError, StaleError
 from ckptfs.grid import Layout
@@ -325,10 +325,28 @@ def test_a_tensor_parallel_rank_reads_its_share(tmp_path, ranks, dim):
             index = (slice(None),) * dim + (slice(r * width, (r + 1) * width),)
             read = bytes_of(ck, lambda c=ck, i=index: c["w"].numpy(i))
             edges = 2 * (ranks if ck["w"].param.layout.blocks > 1 else 1)
-            if not by_columns_in_rows:  # pieces of rows closer than GAP_BYTES may be read through from a cold disk
-                assert read <= whole.numel() * 4 // ranks + edges * extent
+            assert read <= whole.numel() * 4 // ranks + edges * extent
+            if not by_columns_in_rows:
                 assert read == part.numel() * 4
             assert np.array_equal(ck["w"].numpy(index), part.numpy())
+
+
+@pytest.mark.parametrize("shape", [(1 << 16, 128), (1024, 8192), (256, 32768)])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_cold_columns_of_rows_read_their_share(tmp_path, shape, ranks):
+    """Rows shorter than a page, gaps that could be read through, and wide ones: 1/k, and one extent for each edge."""
+    whole = torch.arange(prod(shape), dtype=torch.int32).reshape(shape)
+    ckptfs.Run(tmp_path / "run").save(1, {"w": whole})
+    ck = ckptfs.Run(tmp_path / "run")[1]
+    width, extent = shape[1] // ranks, ckptfs.Settings().extent_bytes
+    for r in (0, ranks // 2, ranks - 1):
+        evict(ck, "w")
+        index = (slice(None), slice(r * width, (r + 1) * width))
+        out = np.zeros((shape[0], width), "i4")
+        read = bytes_of(ck, lambda i=index, o=out: ck["w"].read(i, out=o))
+        assert read <= whole.numel() * 4 // ranks + (1 if r in (0, ranks - 1) else 2) * extent
+        assert np.array_equal(out, whole.numpy()[index])
+        ck.close()  # lets go of the mapping, so that the next rank is cold
 
 
 def evict(ck, name):
@@ -358,6 +376,102 @@ def test_cold_slices(tmp_path, index, at_most):
         assert expected.numel() * 4 <= read <= (at_most or expected.numel() * 4)
         evict(ck, "w")
         assert np.array_equal(ck["w"].numpy(index), expected.numpy())
+
+
+@pytest.fixture(scope="module")
+def scattered(tmp_path_factory):
+    url = tmp_path_factory.mktemp("scattered")
+    whole, copy = filled((40, 50, 60), "int16", 5)
+    ckptfs.Run(url / "one", settings=ckptfs.Settings(extent_bytes=4096)).save(1, {"w": whole})
+    flat, flat_copy = filled((300, 700), "int16", 6)
+    return [(ckptfs.Run(url / "one")[1], copy), (save_panels(url / "panels", flat, 5), flat_copy)]
+
+
+@given(data=st.data())
+@RELAXED
+def test_every_way_to_read_a_box(scattered, data):
+    """Cold and warm, by ranges, bands and single runs (limits made small), into memory of any strides."""
+    ck, copy = data.draw(st.sampled_from(scattered))
+    pairs = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in copy.shape]
+    index = tuple(slice(a, z) for a, z in pairs)
+    expected = copy[index]
+    limits = {
+        "_SCRATCH_BYTES": data.draw(st.sampled_from([1, 3000, 1 << 20])),
+        "_BAND_BYTES": data.draw(st.sampled_from([2000, 4 << 20])),
+        "_ALONE_BYTES": data.draw(st.sampled_from([10, 1 << 16])),
+        "_PART_BYTES": data.draw(st.sampled_from([4096, 2 << 20])),
+        "_THREADS_FROM_BYTES": data.draw(st.sampled_from([1, 1 << 20])),
+    }
+    gap_bytes, page_bytes = data.draw(st.sampled_from([(0, 1), (50, 1), (2000, 100), (32768, 4096)]))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in limits.items():
+            patch.setattr(read, name, value)
+        patch.setattr(loadplan, "GAP_BYTES", gap_bytes)
+        patch.setattr(loadplan, "PAGE_BYTES", page_bytes)
+        patch.setattr(checkpoint, "AT_HAND_BYTES", data.draw(st.sampled_from([0, 8 << 20])))
+        if data.draw(st.booleans()):
+            ck.close()
+            evict(ck, "w")
+        out = np.zeros(expected.shape, "i2", order=data.draw(st.sampled_from("CF")))
+        before = ck.bytes_read
+        ck["w"].read(index, out=out)
+        assert np.array_equal(out.view(copy.dtype), expected)
+        assert ck.bytes_read - before >= expected.nbytes
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_comb_has_all_of_a_box_and_few_gaps(data):
+    block = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
+    layout = Layout(block, 2, block, block)
+    pairs = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in block]
+    if any(a == z for a, z in pairs):
+        return
+    box = Box(tuple(a for a, _ in pairs), tuple(z for _, z in pairs))
+    allowance = data.draw(st.integers(0, 60))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loadplan, "GAP_BYTES", gap := data.draw(st.integers(0, 40)))
+        patch.setattr(loadplan, "PAGE_BYTES", page := data.draw(st.integers(1, 20)))
+        comb = loadplan.comb(layout, box, allowance)
+    starts = loadplan.starts_of(layout, box, comb.dims)
+    wanted = {
+        int(np.ravel_multi_index(tuple(a + i for a, i in zip(box.start, at, strict=True)), block)) * 2 + byte
+        for at in np.ndindex(*box.shape)
+        for byte in (0, 1)
+    }
+    covered = [byte for start in starts for byte in range(start, start + comb.length)]
+    assert len(covered) == len(set(covered))
+    assert wanted <= set(covered)
+    edges = sorted(wanted)
+    gaps = [b - a - 1 for a, b in itertools.pairwise(edges) if b > a + 1 and a + 1 in set(covered)]
+    assert all(one <= gap for one in gaps)
+    assert sum(max(0, one - page + 1) for one in gaps) == comb.bridged_bytes <= allowance
+    assert comb.length % comb.run_bytes == 0 or gaps
+
+
+def test_many_slices_at_once(scattered):
+    ck, copy = scattered[0]
+    tensor = torch.zeros(5, 3, 60, dtype=torch.int16)
+    strided = np.zeros((60, 40), "i2").T
+    ck.read(
+        [
+            ("w", (slice(1, 6), slice(4, 7)), tensor),
+            ("w", (slice(None), 3), strided),
+            ("w", (0, 0, 0), np.zeros((), "i2")),
+        ]
+    )
+    assert np.array_equal(shards.as_numpy(tensor), copy[1:6, 4:7])
+    assert np.array_equal(strided.view(copy.dtype), copy[:, 3])
+    back = np.zeros((14, 50), "i2")
+    ck.read([("w", (slice(None, None, -3), slice(None), 7), back)])
+    assert np.array_equal(back.view(copy.dtype), copy[::-3, :, 7])
+    for piece, kind in (
+        (("w", 0, np.zeros(3, "i2")), MismatchError),
+        (("x", 0, back), NotFoundError),
+        (("w", 99, back), IndexError),
+    ):
+        with pytest.raises(kind):
+            ck.read([piece])
 
 
 # --- checksums -------------------------------------------------------------------------------------------------------
@@ -398,6 +512,44 @@ def test_a_truncated_file_is_an_error_not_a_signal(tmp_path):
     for index in (slice(600, 601), (slice(None), slice(0, 3)), ...):
         with pytest.raises(CorruptError):
             ck["w"].numpy(index)
+
+
+def test_a_file_that_is_truncated_while_it_is_mapped_is_an_error_not_a_signal(tmp_path):
+    """In a process of its own: a signal would end it."""
+    program = f"""
+import os, numpy as np, ckptfs
+from pathlib import Path
+folder = Path({str(tmp_path)!r})
+ckptfs.Run(folder / "run").save(1, {{"w": np.ones((1024, 1024), "i4")}})
+ck = ckptfs.Run(folder / "run")[1]
+(path,) = (folder / "run/step-00000001/w").glob("c*")
+path.read_bytes()
+for index in (slice(600, 601), (slice(None), slice(0, 3))):
+    assert (ck["w"].numpy(index) == 1).all()
+assert ck["w"]._window is not None
+os.truncate(path, 1 << 20)
+for index in (slice(600, 601), (slice(None), slice(0, 3)), ...):
+    try:
+        ck["w"].numpy(index)
+    except ckptfs.errors.CorruptError as error:
+        print("error:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("error:") == 3
+
+
+def test_what_is_at_hand_is_checked_too(tmp_path):
+    step = damaged(tmp_path, (1 << 20) + 5000)
+    next((step / "w").glob("c*")).read_bytes()
+    ck = ckptfs.open(step)
+    assert ck["w"][257:258].sum() != 0
+    assert ck["w"]._window is not None
+    for index in (slice(200, 600), slice(256, 512), (slice(256, 512), slice(None))):
+        with pytest.raises(CorruptError, match="extent 1"):
+            ck["w"].numpy(index)
+    assert ck["w"].numpy((slice(None), slice(0, 3))).shape == (1024, 3)
+    assert ckptfs.Checkpoint(step, verify="none")["w"].numpy(slice(256, 512)).sum() != 0
 
 
 # --- threads, processes, imports -------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class OpenFile:
         self._ask_at = 0.0
         self._seen: dict[int, float] = {}  # region → until when it is taken to be there
         self._bytes: np.ndarray[Any, Any] | None = None
-        self._address = 0
+        self._lock = threading.Lock()
 
     def intact(self) -> bool:
         """Whether the file is open and as long as it was."""
@@ -63,7 +63,8 @@ class OpenFile:
         """The mapped file; only to be looked into where `holds` or `whole` has just said so."""
         found = self._bytes
         if found is None:
-            found = self._bytes = self._map()
+            with self._lock:  # two mappings would let go of the one whose address somebody has
+                found = self._bytes = self._map() if self._bytes is None else self._bytes
         return found
 
     def _map(self) -> np.ndarray[Any, Any]:
@@ -73,7 +74,6 @@ class OpenFile:
             raise OSError(ctypes.get_errno(), "cannot be mapped")
         memory = (ctypes.c_ubyte * self.size).from_address(address)
         weakref.finalize(memory, libc.munmap, address, self.size).atexit = False
-        self._address = address
         libc.madvise(address, self.size, _HUGEPAGE)  # cold pages then come in large pieces, 2.5 times as fast
         found: np.ndarray[Any, Any] = np.frombuffer(memoryview(memory).cast("B"), np.uint8)
         found.flags.writeable = False
@@ -119,9 +119,9 @@ class OpenFile:
         """Bring a range into the page cache, with the kernel's readahead; False when that failed or is impossible."""
         if offset + length > self.size or not self.intact():
             return False
-        self.bytes()
-        low = offset // _PAGE * _PAGE
-        return bool(_libc().madvise(self._address + low, offset + length - low, _POPULATE_READ) == 0)
+        data, low = self.bytes(), offset // _PAGE * _PAGE
+        address = data.__array_interface__["data"][0]
+        return bool(_libc().madvise(address + low, offset + length - low, _POPULATE_READ) == 0)
 
     def close(self) -> None:
         self.fd = -1

@@ -390,6 +390,20 @@ def cut(start: int, stop: int, size: int) -> list[tuple[int, int]]:
     return list(pairwise(edges)) if start < stop else []
 
 
+def cut_evenly(start: int, stop: int, most: int, grain: int) -> list[tuple[int, int]]:
+    """[start, stop) in parts of at most `most` and about one length, cut at multiples of `grain`.
+
+    Ranks whose ranges begin anywhere make equally few requests, and so end together.
+    """
+    if stop - start <= most:
+        return [(start, stop)] if start < stop else []
+    if most < 2 * grain:
+        return cut(start, stop, most)
+    count = -(-(stop - start) // (most - grain))
+    edges = [start, *((start + (stop - start) * i // count) // grain * grain for i in range(1, count)), stop]
+    return list(pairwise(edges))
+
+
 def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sorted, with neighbours joined."""
     out: list[tuple[int, int]] = []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckptfs.errors import CkptError
-from ckptfs.saveplan import cut
+from ckptfs.saveplan import cut_evenly
 from ckptfs.shards import as_numpy
 from ckptfs.storage.directio import Buffer, BufferPool, address_of
 
@@ -55,8 +55,8 @@ class Job:
 def jobs_of(plan: SavePlan, io_bytes: int, small_bytes: int) -> list[Job]:
     """This rank's pieces as jobs, about in storage order; what is smaller than a buffer shares one.
 
-    Pieces of one array are cut at multiples of `io_bytes` (a multiple of the extent size); files of their own are
-    never cut. Little data makes small jobs, so that there is something to do for every thread.
+    Pieces of one array are cut between extents; files of their own are never cut. Little data makes small jobs, so that
+    there is something to do for every thread.
     """
     jobs: list[Job] = []
     full = min(io_bytes, max(small_bytes, sum(b - a for ranges in plan.pieces.values() for a, b in ranges) // _JOBS))
@@ -70,7 +70,7 @@ def jobs_of(plan: SavePlan, io_bytes: int, small_bytes: int) -> list[Job]:
                     low = block * layout.block_bytes
                     jobs.append(Job((Part(number, low, low + layout.used_bytes(block), 0),)))
                 continue
-            for a, b in [(start, stop)] if stop - start <= small_bytes else cut(start, stop, io_bytes):
+            for a, b in cut_evenly(start, stop, max(io_bytes, small_bytes), plan.extent_bytes):
                 # Direct I/O wants memory and file equally far from a page's beginning.
                 step, offset = (_PACK, 0) if stop - start <= small_bytes else (PAGE, a % PAGE)
                 at = -(-used // step) * step + offset

@@ -12,7 +12,20 @@ from hypothesis import strategies as st
 
 from ckptfs import dtypes
 from ckptfs.errors import MismatchError
-from ckptfs.saveplan import Desc, Mesh, Options, boxes_of, cut, describe, intervals, merge, parse, plan, share
+from ckptfs.saveplan import (
+    Desc,
+    Mesh,
+    Options,
+    boxes_of,
+    cut,
+    cut_evenly,
+    describe,
+    intervals,
+    merge,
+    parse,
+    plan,
+    share,
+)
 from ckptfs.shards import hold
 from spreads import chunks, local_indices, random_array, shapes, spreadings, strided
 
@@ -275,3 +288,15 @@ def test_descriptions_are_canonical():
     assert parse(describe([d], {"x": "y"})) == ([d], {"x": "y"})
     assert dtypes.of(d.dtype).itemsize == 2
     assert boxes_of(["whole"], (), 3)[0].size == 1
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000), st.integers(1, 600), st.integers(1, 300))
+def test_even_cuts_tile_the_range_between_grains(start, length, most, grain):
+    stop = start + length
+    parts = cut_evenly(start, stop, most, grain)
+    assert [x for a, b in parts for x in range(a, b)] == list(range(start, stop))
+    assert all(0 < b - a <= most for a, b in parts)
+    if most >= 2 * grain:
+        assert all(a % grain == 0 for a, _ in parts[1:])
+    if length <= most:
+        assert len(parts) <= 1

@@ -432,10 +432,16 @@ class Saver:
         if trees is None or pieces is None:
             raise CkptError("unreachable: a loss that cannot be borne ends the gathering")
         ranks = sorted({*pieces, *trees.values()})
-        self._make_room(round_)
-        order = takeover.Order(lost, self._folder, ranks).pack()
-        round_.order(order, ranks)
-        own = self._stand_in(order)
+        try:
+            self._make_room(round_)
+            order = takeover.Order(lost, self._folder, ranks).pack()
+            round_.order(order, ranks)
+            own = self._stand_in(order)
+        except (CkptError, OSError, MemoryError) as error:
+            if isinstance(error, SaveError):
+                raise
+            why = f"failed when it stood in: {type(error).__name__}: {error}"
+            raise SaveError(f"step {self.request.step} was not saved to {self.store.url}", {**lost, 0: why}) from error
         second = round_.gather_some() | ({} if own is None else {0: own})
         if b"" in second.values():
             raise SaveError(

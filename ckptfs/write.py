@@ -316,7 +316,7 @@ class Pipeline:
             spent[0], spent[1] = spent[0] + nbytes, spent[1] + took_s
 
     def rates(self) -> dict[str, float]:
-        """Bytes per second that one thread got from this host's memory, and into the store, if it was enough to tell."""
+        """Bytes per second that one thread got from this host's memory, and into the store, if they tell anything."""
         with self._lock:
             return {
                 target: nbytes / took_s

@@ -240,6 +240,26 @@ def test_nobody_stands_in_for_a_stand_in(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_who_leads_may_fail_as_a_stand_in(tmp_path):
+    """The disk is full for all but rank 0, and then for it, too."""
+    fine = NoSync()
+
+    def work(ops_of_0):
+        def rank_work(rank, group):
+            ops = ops_of_0 if rank == 0 else full_disk(0)
+            with ckptfs.Run(LocalStore(tmp_path, ops=ops), group=group, settings=TIGHT) as run:
+                return attempt(lambda: run.save(1, tree(0)))
+
+        return rank_work
+
+    assert all(set(result.lost) == {1, 2} for result in on_ranks(3, work(fine)))
+    ckptfs.commit.discard(LocalStore(tmp_path), "step-00000001")
+    found = on_ranks(3, work(full_disk(8)))
+    assert {str(error) for error in found} == {str(found[0])}
+    assert set(found[0].by_rank) == {0, 1, 2}
+    assert os.listdir(tmp_path) == []
+
+
 # --- after training went on --------------------------------------------------------------------------------------
 
 

@@ -478,7 +478,7 @@ def test_readers_while_steps_come_and_go(tmp_path, backend, seconds):
         for name in wanted:
             eventually(lambda name=name: not lease.held(store, name), "a lease stays")
         # A step that was looked at keeps a descriptor of its folder; files of it keep none.
-        eventually(lambda: len(os.listdir(f"/proc/{pid}/fd")) <= fds + 40, "the server keeps files open")
+        eventually(lambda: len(os.listdir(f"/proc/{pid}/fd")) <= fds + 12, "the server keeps files open")
         assert "unforeseen" not in server_log(folder)
 
 

@@ -92,7 +92,10 @@ class WholeFile(StepFile):
         """`stored`: the file's path in the step's folder."""
         super().__init__(source, path, size, list, blocking=False, param=param)
         self._stored = stored
-        self.backing = source.path(stored)
+
+    @property
+    def backing(self) -> str:  # type: ignore[override]
+        return self.source.path(self._stored)
 
     def _make(self) -> File:
         made = BackingFile(self.source.path(self._stored))

@@ -50,9 +50,12 @@ class Tensor:
 
 def hf_dir(source: Source) -> Dir:
     """Blocking on object stores, because config.json has a say in it."""
-    return Dir(
-        lambda: _children(source), version=source.version, mtime_ns=source.mtime_ns, blocking=not source.is_local
-    )
+
+    def children() -> dict[str, Node]:
+        with source.working():
+            return _children(source)
+
+    return Dir(children, version=source.version, mtime_ns=source.mtime_ns, blocking=not source.is_local)
 
 
 def is_empty_model(source: Source) -> bool:

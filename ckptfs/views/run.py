@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ class RunDir(Dir):
         children |= {name: step for name, step in found.items() if step is not None}
         with self._known_lock:
             for gone in self._known.keys() - set(names):
-                del self._known[gone]
+                self._drop(gone)
         steps = [name for name, step in found.items() if step is not None]
         if steps:
             children["latest"] = Link(steps[-1])
@@ -65,26 +66,45 @@ class RunDir(Dir):
     def _step(self, name: str) -> StepDir | None:
         version = _identity(self._store, name)
         with self._known_lock:
-            if version is None:
-                self._known.pop(name, None)
-                return None
             known = self._known.get(name)
-            if known is None or known[0] != version:
-                known = self._known[name] = (version, StepDir(self._store, name, self._shared, version))
-            return known[1]
+            if known is not None and known[0] == version:
+                return known[1]
+            self._drop(name)
+            if version is None:
+                return None
+            step = StepDir(self._store, name, self._shared, version)
+            self._known[name] = (version, step)
+            return step
+
+    def _drop(self, name: str) -> None:
+        if name in self._known:
+            self._known.pop(name)[1].retire()
 
 
 class StepDir(Dir):
     """One step; its manifest is read when somebody looks inside."""
 
     def __init__(self, run: Store, name: str, shared: Shared, version: str) -> None:
+        self._run, self._name, self._shared = run, name, shared
+        self._source: weakref.ref[Source] | None = None
         super().__init__(
-            lambda: step_children(Source(run, name, shared)),
+            self._open,
             immutable=True,
             version=version,
             blocking=not isinstance(run, LocalStore),
             mtime_ns=_changed_ns(run, name),
         )
+
+    def _open(self) -> Mapping[str, Node]:
+        source = Source(self._run, self._name, self._shared)
+        self._source = weakref.ref(source)
+        return step_children(source)
+
+    def retire(self) -> None:
+        """There is no such step any more."""
+        source = self._source() if self._source is not None else None
+        if source is not None:
+            source.retire()
 
 
 def _identity(run: Store, name: str) -> str | None:

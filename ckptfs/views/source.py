@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import logging
 import os
@@ -17,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 _WINDOW_BYTES = 4 << 20
 _WINDOW_BYTES_MAX = 32 << 20
+_NOWHERE = "/proc/self/fd/none"
 _log = logging.getLogger("ckptfs.views")
 
 
@@ -117,6 +119,7 @@ class Source:
         self._held: list[lease.Lease] = []  # one at most
         weakref.finalize(self, _release, self.url, self._held)  # also when the interpreter ends
         self._may_lease = True
+        self._is_over = False  # the step is gone: its folder is closed when nobody reads any more
         self._checked: dict[str, bytearray] = {}
         self._space = threading.local()
 
@@ -125,7 +128,7 @@ class Source:
             fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
             raise StaleError(f"{folder} was deleted: list the run again") from None
-        weakref.finalize(self, os.close, fd)
+        self._let_go = weakref.finalize(self, os.close, fd)
         return f"/proc/self/fd/{fd}"
 
     @property
@@ -164,6 +167,7 @@ class Source:
     def enter(self) -> None:
         """A file is being opened."""
         with self._lock:
+            self._open_again()
             if not self._held and self._may_lease:
                 self._held += self._take()
             self._users += 1
@@ -173,10 +177,52 @@ class Source:
             self._users -= 1
             self._idle_since = time.monotonic()
             is_idle = self._users == 0
+            self._end()
         if is_idle and self.config.linger_s == 0:
             self.rest()
         elif is_idle:
             self.shared.watch(self)
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """The step's folder is looked at, without a file being open."""
+        with self._lock:
+            self._open_again()
+            self._making += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._making -= 1
+                self._end()
+
+    def retire(self) -> None:
+        """The step is gone. The kernel may remember its files for long: they must not keep a descriptor each."""
+        with self._lock:
+            self._is_over = True
+            self._end()
+
+    def _open_again(self) -> None:
+        """If it was let go. Holds the lock. A store that was away and came back has the same steps."""
+        if self.root != _NOWHERE or not isinstance(self.store, LocalStore):
+            return
+        self.root = self.store.root = self._hold(self.run.full(self.name))  # type: ignore[attr-defined]
+        try:
+            is_same = self.store.size(NAME) == self.manifest_bytes and self._version() == self.version
+        except NotFoundError:
+            is_same = False
+        self._is_over = not is_same
+        self._end()
+        if not is_same:
+            raise StaleError(f"{self.url} was deleted: use a newer step")
+
+    def _end(self) -> None:
+        """Holds the lock. Nobody may build a path of a closed descriptor: its number will be another step's."""
+        if self._is_over and self.root not in {"", _NOWHERE} and not self._users and not self._making:
+            self.root = _NOWHERE
+            if isinstance(self.store, LocalStore):
+                self.store.root = _NOWHERE
+            self._let_go()
 
     def _take(self) -> list[lease.Lease]:
         try:
@@ -287,13 +333,8 @@ class Source:
             finish.append(plan.finish)
             at += box.size
         wanted = [(self.checkpoint.param(name), targets) for name, targets in work.items()]
-        with self._lock:
-            self._making += 1
-        try:
+        with self.working():
             self.checkpoint.read_boxes(wanted, verify="full")
-        finally:
-            with self._lock:
-                self._making -= 1
         for step in finish:
             step()
 

@@ -31,8 +31,13 @@ _WINDOW_BYTES = 4 << 20
 
 def zarr_dir(source: Source) -> Dir:
     """Blocking on object stores: a document that this version would write differently has to be asked for."""
+
+    def children() -> dict[str, Node]:
+        with source.working():
+            return tree(source, _entries(source))
+
     return Dir(
-        lambda: tree(source, _entries(source)),
+        children,
         version=source.version,
         mtime_ns=source.mtime_ns,
         blocking=not source.is_local,

@@ -241,11 +241,13 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
 def _crash_line(rows: Sequence[dict[str, Any]]) -> list[str]:
     tried, survived = (sum(sum(row[key].values()) for row in rows) for key in ("tried", "survived"))
     minutes = sum(row["minutes"] for row in rows)
+    seeds = " ".join(str(row["seed"]) for row in rows)
+    again = f"tools/dev run python tools/crash.py --minutes {rows[0]['minutes']:.4g} --seed {rows[0]['seed']}"
     return [
         "every fault survived: old or new is latest, all verifies, the next save succeeds, nothing is left over",
         f"{survived} of {tried} in {minutes:.0f} minutes",
         "met" if survived == tried else "**missed**",
-        "`tools/dev run python tools/crash.py --minutes 20`",
+        f"`{again}`" + (f", and with each of the seeds {seeds}" if len(rows) > 1 else ""),
     ]
 
 

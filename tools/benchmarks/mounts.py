@@ -1,11 +1,15 @@
-"""The mount beside a plain copy of the same files: sequential reads of 1 MiB, and safetensors through mmap.
+"""The mount beside a plain copy of the same files: sequential reads of 1 MiB, safetensors through mmap, listings.
 
-"cold": neither the mount nor the disk's page cache has the bytes. "backing cached": the step's own files are in the
-page cache, the mount's are not. "again": the second read of the same open mount.
+"cold": neither the mount nor the disk's page cache has the bytes (looked at page by page before each). "backing
+cached": the step's own files are in the page cache, the mount's are not. "again": the second read of the same mount.
+Beside it: fusepy as its own example uses it, over the plain copy; and the native backend with a copy of hot files.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
+import mmap
 import os
 import shutil
 import subprocess
@@ -28,6 +32,26 @@ if TYPE_CHECKING:
 
 BACKENDS = ("native", "fusepy")
 _BLOCK = memoryview(bytearray(1 << 20))
+_HF = "hf/*.safetensors"
+_HOT = "ckptfs mount, native, hot files copied"
+_FILES = 10_000
+_STOCK = """
+import os, sys
+import fuse
+
+class Loopback(fuse.Operations):
+    def __init__(self, root): self.root = root
+    def __call__(self, op, path, *args): return super().__call__(op, self.root + path, *args)
+    def getattr(self, path, fh=None):
+        found = os.lstat(path)
+        return {key: getattr(found, key) for key in ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_mtime")}
+    def readdir(self, path, fh): return [".", "..", *os.listdir(path)]
+    def open(self, path, flags): return os.open(path, flags)
+    def release(self, path, fh): return os.close(fh)
+    def read(self, path, size, offset, fh): return os.pread(fh, size, offset)
+
+fuse.FUSE(Loopback(sys.argv[1]), sys.argv[2], foreground=True, ro=True)
+"""
 
 
 @dataclass(frozen=True)
@@ -62,12 +86,13 @@ def map_through(path: Path) -> int:
 
 
 @contextmanager
-def mounted(run: Path, folder: Path, backend: str) -> Iterator[Path]:
+def mounted(run: Path, folder: Path, backend: str, *settings: str) -> Iterator[Path]:
     """The run's only step, served by another process."""
     folder.mkdir()
     command = [sys.executable, "-m", "ckptfs"]
+    words = [word for setting in settings for word in ("--set", setting)]
     done = subprocess.run(
-        [*command, "mount", f"{run}@1", str(folder), "--backend", backend],
+        [*command, "mount", f"{run}@1", str(folder), "--backend", backend, *words],
         capture_output=True,
         text=True,
         timeout=60,
@@ -90,16 +115,94 @@ def measure_mounts(options: Options, folder: Path) -> None:
         opened.save(1, dict(state.local))
     step = run / "step-00000001"
     copy = folder / "copy"
+    with _reported(options, "ckptfs mount, native"), mounted(run, folder / "first", "native") as here:
+        _copy(here, copy)
+    plain = Place("plain files", copy)
     for backend in BACKENDS:
-        try:
-            with mounted(run, folder / backend, backend) as here:
-                if not copy.exists():
-                    _copy(here, copy)
-                _compare(options, Place("plain files", copy), Place(f"ckptfs mount, {backend}", here), step)
-        except Exception as error:
-            reason = f"failed: {type(error).__name__}: {error}"
-            results.append(options.results, results.Skip(options.run, "mount", f"ckptfs mount, {backend}", reason))
-            print(f"  mount: {backend}: {reason}", flush=True)
+        with _reported(options, f"ckptfs mount, {backend}"), mounted(run, folder / backend, backend) as here:
+            _compare(options, plain, Place(f"ckptfs mount, {backend}", here), step)
+    with _reported(options, "fusepy, its own example"), _stock(copy, folder / "stock") as here:
+        _compare(options, plain, Place("fusepy, its own example", here), copy, mmap_too=False)
+    hot = ("materialise_after_opens=1", f"materialise_bytes={2 * size_of(options.size)}")
+    with _reported(options, _HOT), mounted(run, folder / "hot", "native", *hot) as here:
+        _warm_up(here)
+        _compare(options, plain, Place(_HOT, here), step, cold_too=False)
+    _listings(options, folder)
+
+
+@contextmanager
+def _reported(options: Options, system: str) -> Iterator[None]:
+    """A system that does not work here is a line in the results; the others go on."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"failed: {type(error).__name__}: {error}"
+        results.append(options.results, results.Skip(options.run, "mount", system, reason))
+        print(f"  mount: {system}: {reason}", flush=True)
+
+
+@contextmanager
+def _stock(root: Path, folder: Path) -> Iterator[Path]:
+    folder.mkdir()
+    server = subprocess.Popen([sys.executable, "-c", _STOCK, str(root), str(folder)])
+    try:
+        deadline = time.monotonic() + 20
+        while not os.path.ismount(folder):
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("it did not mount")
+            time.sleep(0.05)
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], capture_output=True, timeout=60, check=False)
+        server.wait(20)
+
+
+def _warm_up(here: Path) -> None:
+    """Until the files are hot and the kernel passes their copies on: then the server reads nothing more."""
+    paths = list(here.glob(_HF))
+    for _ in range(100):
+        for path in paths:
+            evict(path)
+        before = _server_reads(here)
+        for path in paths:
+            read_through(path)
+        if _server_reads(here) == before:
+            return
+    raise RuntimeError("the files were not copied")
+
+
+def _server_reads(here: Path) -> int:
+    time.sleep(0.2)  # they are counted when a file is closed, and the server hears of that a little later
+    return int(json.loads((here / ".ckptfs" / "stats").read_text(encoding="utf-8"))["reads"])
+
+
+def _listings(options: Options, folder: Path) -> None:
+    """`ls -l` of many parameters: a mount that nobody has looked into, and files on the disk that are known."""
+    import ckptfs
+
+    run, plain = folder / "many", folder / "many-plain"
+    with ckptfs.Run(run) as opened:
+        opened.save(1, {f"layer.{n:05d}.weight": np.full(16, n, np.float32) for n in range(_FILES)})
+    plain.mkdir()
+    for number in range(_FILES):
+        (plain / f"layer.{number:05d}.weight").write_bytes(bytes(64))
+    for turn in range(options.repetitions):
+        _list_once(options, "plain files", plain, turn)
+        for backend in BACKENDS:
+            name = f"ckptfs mount, {backend}"
+            with _reported(options, name), mounted(run, folder / f"many-{backend}-{turn}", backend) as here:
+                _list_once(options, name, here / "raw", turn)
+
+
+def _list_once(options: Options, system: str, folder: Path, turn: int) -> None:
+    begin = time.perf_counter()
+    done = subprocess.run(["ls", "-l", str(folder)], capture_output=True, check=True, timeout=60)
+    seconds = time.perf_counter() - begin
+    if done.stdout.count(b"\n") <= _FILES:
+        raise RuntimeError(f"{folder}: not everything was listed")
+    measure = results.Measure(options.run, "mount", f"ls -l of {_FILES:,} parameters", system, 0, seconds, turn)
+    results.append(options.results, measure)
+    print(f"  mount: {measure.operation:30} {system:22} {seconds:6.3f} s", flush=True)
 
 
 def _copy(here: Path, copy: Path) -> None:
@@ -113,56 +216,75 @@ def _copy(here: Path, copy: Path) -> None:
     shutil.copyfile(largest, target)
 
 
-def _compare(options: Options, plain: Place, mount: Place, step: Path) -> None:
+def _compare(
+    options: Options, plain: Place, mount: Place, own: Path, *, mmap_too: bool = True, cold_too: bool = True
+) -> None:
+    """`own`: the files that the mount reads."""
     hf = sorted(p.relative_to(plain.folder) for p in plain.folder.glob("hf/*.safetensors"))
     zarr = [p.relative_to(plain.folder) for p in files_of(plain.folder / "zarr")]
+    kinds = [(f"{_HF}, sequential", hf, read_through), (f"{_HF}, mmap", hf, map_through)]
+    kinds = kinds[: 1 + mmap_too] + ([("one file of zarr/, sequential", zarr, read_through)] if cold_too else [])
     for turn in range(-1, options.repetitions):
         for place in (plain, mount) if turn % 2 else (mount, plain):
-            for kind, paths, read in (
-                ("hf/*.safetensors, sequential", hf, read_through),
-                ("hf/*.safetensors, mmap", hf, map_through),
-                ("one file of zarr/, sequential", zarr, read_through),
-            ):
-                _one(options, place, [place.folder / p for p in paths], kind, read, step, turn)
+            for kind, paths, read in kinds:
+                files = [place.folder / path for path in paths]
+                for cache, count, seconds in _read(files, own if place is mount else None, read, cold_too=cold_too):
+                    if turn >= 0:
+                        _note(options, place, kind, cache, count, seconds, turn)
 
 
-def _one(
-    options: Options, place: Place, paths: list[Path], kind: str, read: Callable[[Path], int], step: Path, turn: int
-) -> None:
-    own = [step] if place.name != "plain files" else paths
-
-    def forget(everything: bool) -> None:
-        for path in paths:
-            evict(path)
-        for path in own if everything else []:
-            evict(path)
+def _read(
+    paths: list[Path], own: Path | None, read: Callable[[Path], int], *, cold_too: bool
+) -> Iterator[tuple[str, int, float]]:
+    """(state of the caches, bytes, seconds). Plain files have no `own` files behind them."""
+    behind = files_of(own) if own is not None else []
 
     def timed() -> tuple[int, float]:
         begin = time.perf_counter()
         count = sum(read(path) for path in paths)
         return count, time.perf_counter() - begin
 
-    def warm_backing() -> None:
-        if place.name != "plain files":
-            for path in files_of(step):
-                read_through(path)
+    if cold_too:
+        _make_cold([*paths, *behind])
+        yield ("cold (fadvise)", *timed())
+    if own is not None:
+        for path in paths:
+            evict(path)
+        for path in behind:
+            read_through(path)
+    else:
+        timed()
+    yield ("warm: backing files cached", *timed())
+    yield ("again: second read", *timed())
 
-    for cache, prepare in (
-        ("cold", lambda: forget(everything=True)),
-        ("backing", lambda: (forget(everything=False), warm_backing())),
-        ("again", lambda: None),
-    ):
-        prepare()
-        if cache == "backing" and place.name == "plain files":
-            timed()  # plain files are their own backing
-        count, seconds = timed()
-        if turn < 0:
-            continue
-        shown = {"cold": "cold (fadvise)", "backing": "warm: backing files cached", "again": "again: second read"}[
-            cache
-        ]
-        results.append(
-            options.results,
-            results.Measure(options.run, "mount", kind, place.name, count, seconds, turn, cache=shown),
-        )
-        print(f"  mount: {kind:30} {cache:8} {place.name:22} {count / seconds / 1e9:6.2f} GB/s", flush=True)
+
+def _note(options: Options, place: Place, kind: str, cache: str, count: int, seconds: float, turn: int) -> None:
+    measure = results.Measure(options.run, "mount", kind, place.name, count, seconds, turn, cache=cache)
+    results.append(options.results, measure)
+    print(f"  mount: {kind:30} {cache[:7]:8} {place.name:22} {count / seconds / 1e9:6.2f} GB/s", flush=True)
+
+
+# --- page cache ----------------------------------------------------------------------------------------------------
+
+
+def _make_cold(paths: list[Path]) -> None:
+    """Until no page is left: a server that was read from a moment ago may still hold some."""
+    for _ in range(100):
+        for path in paths:
+            evict(path, durable=True)
+        if not any(_is_cached(path) for path in paths):
+            return
+        time.sleep(0.02)
+    raise RuntimeError("files stay in the page cache")
+
+
+def _is_cached(path: Path) -> bool:
+    size = path.stat().st_size
+    if not size:
+        return False
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE) as mapped:
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        start = ctypes.c_ubyte.from_buffer(mapped)
+        failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), pages)
+        del start
+        return failed != 0 or any(byte & 1 for byte in bytes(pages))

@@ -244,6 +244,20 @@ def test_many_slices_are_one_claim_by_the_worst_of_them(tmp_path):
     assert "| slices at least 5 times faster than zarr-python | 0 of 2 kinds; the worst 0.67 | **missed** |" in text
 
 
+def test_mounts_are_compared_with_plain_files_in_the_same_state_of_the_caches(tmp_path):
+    base = {"scenario": "mount", "operation": "hf/*.safetensors, sequential"}
+    rows = [
+        measure(**base, cache="cold (fadvise)", system="plain files", seconds=1.0),
+        measure(**base, cache="cold (fadvise)", system="ckptfs mount, native", seconds=1.25),
+        measure(**base, cache="warm: backing files cached", system="plain files", seconds=0.1),
+        measure(**base, cache="warm: backing files cached", system="ckptfs mount, native", seconds=0.2),
+    ]
+    text = table_of(tmp_path, *rows)
+    assert "| mount, native, cold, sequential: at least 0.9 of plain files | 0.80 | **missed** |" in text
+    assert "| mount, native, backing files cached, sequential: at least 0.3 of plain files | 0.50 | met |" in text
+    assert "mount, fusepy" not in text
+
+
 def test_campaigns_and_simulations_are_claimed_from_their_own_files(tmp_path):
     crash = [
         {"seed": 1, "minutes": 2.0, "tried": {"kill": 5, "stop": 2}, "survived": {"kill": 5, "stop": 2}},

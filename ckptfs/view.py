@@ -33,11 +33,14 @@ MapLike = "rules.Map | Mapping[str, Any] | str | os.PathLike[str]"
 
 
 class ViewArray(LazyArray):
-    """An array of a view: computed from stored arrays by moving (and, where the map says so, casting) elements."""
+    """An array of a view: computed from stored arrays by moving (and, where the map says so, casting) elements.
+
+    `expression` says how: which boxes of which stored arrays fill a box of this one.
+    """
 
     def __init__(self, view: View, name: str, expression: Expr) -> None:
         self._view = view
-        self._expression = expression
+        self.expression = expression
         self.name = name
         self.shape = expression.shape
         self.element = dtypes.of(expression.dtype)
@@ -57,10 +60,10 @@ class ViewArray(LazyArray):
 
     def sources(self) -> list[str]:
         """The names of the stored arrays that it is made of."""
-        return list(dict.fromkeys(name for name, _ in self._expression.sources()))
+        return list(dict.fromkeys(name for name, _ in self.expression.sources()))
 
     def fill(self, parts: Sequence[Part]) -> None:
-        plans = [self._expression.plan(box, out.view(self.element.numpy)) for box, out in parts]
+        plans = [self.expression.plan(box, out.view(self.element.numpy)) for box, out in parts]
         self._view.read(plans)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -650,7 +650,7 @@ def test_reads_into_a_cuda_tensor(ck, tmp_path):
 def test_the_document_is_true(tmp_path):
     text = (Path(__file__).resolve().parent.parent / "docs" / "slices.md").read_text()
     blocks = re.findall(r"(?ms)^```python\n(.*?)^```", text)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names = {"folder": str(tmp_path / "run7")}
     for block in blocks:
         exec(compile(block, "docs/slices.md", "exec"), names)

@@ -114,7 +114,7 @@ def _mapped(source: Source) -> Mapping[str, Expr] | None:
         if asked_for:
             raise
         return None
-    return _once(source, {name: array._expression for name, array in view.items()})  # noqa: SLF001
+    return _once(source, {name: array.expression for name, array in view.items()})
 
 
 def _once(source: Source, found: dict[str, Expr]) -> dict[str, Expr]:

@@ -248,6 +248,20 @@ def test_corrupt_and_failing_files_are_eio_and_named_in_the_log(trouble, backend
 
 
 @BACKENDS
+def test_a_file_that_is_truncated_while_it_is_open_is_eio(tmp_path, folder, backend):
+    """The native backend sends pages of the file itself: those that are gone must not become zeros."""
+    (folder / "file").write_bytes(bytes(range(1, 256)) * 40_000)
+    with Mount("fuse_trees:segmented", {"folder": str(folder)}, backend=backend) as root:
+        with open(f"{root}/file", "rb", buffering=0) as file:
+            assert os.pread(file.fileno(), 10, 0) == bytes(range(1, 11))
+            os.truncate(folder / "file", 5_000_000)
+            with pytest.raises(OSError) as caught:
+                os.pread(file.fileno(), 100, 9_000_000)
+        assert caught.value.errno == errno.EIO
+        assert "it was truncated" in log_of(root)
+
+
+@BACKENDS
 def test_extended_attributes(trouble, backend):
     with Mount("fuse_trees:troubled", trouble, backend=backend) as root:
         assert sorted(os.listxattr(f"{root}/whole")) == ["user.ckptfs.dtype", "user.ckptfs.shape"]

@@ -57,6 +57,11 @@ def test_segments_read_like_the_bytes_they_stand_for(stored, data):
         count = use.read_into(offset, memoryview(buffer))
         assert bytes(buffer[:count]) == expected[offset : offset + length]
         assert set(buffer[count:]) <= {0xEE}  # nothing is touched past the end
+    with file.open() as reader:
+        reader.prefetch(offset, length)
+        lent = reader.lend(offset, len(expected[offset : offset + length]))
+        if lent is not None:  # no Computed or Zeros among them
+            assert b"".join(lent) == expected[offset : offset + length]
 
 
 def test_computed_segments_make_a_file_blocking_unless_told_otherwise(stored):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckptfs.views.nodes import Segment
     from ckptfs.views.source import Source
 
-AHEAD_BYTES = 16 << 20
+AHEAD_BYTES = 32 << 20
 _NONE: Mapping[str, bytes] = {}
 
 

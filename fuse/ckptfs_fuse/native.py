@@ -438,13 +438,15 @@ class NativeServer:
                 raise
 
     def _prefetch(self, handle: Handle, offset: int, size: int) -> None:
-        """A reader that goes on where it was gets its files read from the disk ahead of it, in large pieces."""
-        ahead = self._options.prefetch_kib * 1024
+        """Files are read from the disk ahead of a reader that goes on where it was: further, the longer it does."""
         is_sequential = abs(offset - handle.expected) <= 2 * READ_BYTES_MAX  # readahead requests come out of order
         handle.expected = offset + size
         if not is_sequential:
-            handle.prefetched = 0
-        elif offset + size + ahead // 2 > handle.prefetched:
+            handle.prefetched = handle.run_bytes = 0
+            return
+        handle.run_bytes += size
+        ahead = min(self._options.prefetch_kib * 1024, max(4 * READ_BYTES_MAX, 2 * handle.run_bytes))
+        if offset + size + ahead // 2 > handle.prefetched:
             start = max(handle.prefetched, offset + size)
             handle.prefetched = offset + size + ahead
             handle.reader.prefetch(start, handle.prefetched - start)

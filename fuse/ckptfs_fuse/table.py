@@ -37,13 +37,14 @@ class Known:
 class Handle:
     """An open file. Reads that outlive RELEASE (late ones, given up on) keep it open until they end."""
 
-    __slots__ = ("_lock", "_uses", "expected", "known", "prefetched", "reader")
+    __slots__ = ("_lock", "_uses", "expected", "known", "prefetched", "reader", "run_bytes")
 
     def __init__(self, known: Known, reader: Reader) -> None:
         self.known = known
         self.reader = reader
         self.expected = 0  # where a sequential reader continues
         self.prefetched = 0
+        self.run_bytes = 0  # how much was read one after the other
         self._uses = 1
         self._lock = threading.Lock()
 

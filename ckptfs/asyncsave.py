@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ckptfs.errors import CkptError, MismatchError, SaveError
 from ckptfs.ranks.kv import Pauses
 from ckptfs.stage import storage_addresses
+from ckptfs.write import step_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,6 +145,7 @@ class Save:
         """What is left, in a thread of its own, after the previous save."""
 
         def work() -> None:
+            step_back()
             try:
                 if previous is not None:
                     previous._done.wait()  # noqa: SLF001

@@ -240,6 +240,7 @@ class Saver:
             progress=self._beat,
             check=self._check,
             copy_first=self.copy_first,
+            background=not self.keeps_tensors,  # else the caller waits
         )
 
     def _spare_jobs(self) -> list[Job]:
@@ -384,8 +385,10 @@ class Saver:
         rates = {rank: extra["rates"] for rank, extra in enumerate(told) if extra.get("rates")}
         if rates and self.group.size > 1:
             hosts = {rank: extra["host"] for rank, extra in enumerate(told) if "host" in extra}
-            fault = blame(rates, hosts, memory.usual)
-            memory.usual = typical(rates.values(), memory.usual)
+            # Beside training everything is slower than while it waits.
+            usual = memory.usual.get(self.keeps_tensors, {})
+            fault = blame(rates, hosts, usual)
+            memory.usual[self.keeps_tensors] = typical(rates.values(), usual)
             if fault:
                 _log.warning("step %s of %s: %s", self.request.step, self.store.url, fault)
                 self.notes.append(fault)

@@ -400,8 +400,9 @@ def cut_evenly(start: int, stop: int, most: int, grain: int) -> list[tuple[int, 
     if most < 2 * grain:
         return cut(start, stop, most)
     count = -(-(stop - start) // (most - grain))
-    edges = [start, *((start + (stop - start) * i // count) // grain * grain for i in range(1, count)), stop]
-    return list(pairwise(edges))
+    edges = {(start + (stop - start) * i // count) // grain * grain for i in range(1, count)}
+    # Coarse grains make edges fall together, or before the start.
+    return list(pairwise([start, *sorted(edge for edge in edges if start < edge < stop), stop]))
 
 
 def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ reaches the caller of `finish`; after the first one the others stop early.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from ckptfs.storage import LocalStore, Store
 
 
+_NICE = 10  # what background threads add to their nice value
 _TELLING_BYTES = 16 << 20  # the rate of fewer says more about the moment than about the target
 
 
@@ -43,6 +45,19 @@ class Written:
     hashes: bytes
 
 
+def step_back() -> None:
+    """Let other threads have this one's core first, if this rank has a second one.
+
+    Beside a loop that computes on one of two cores, saves took as long as without, and the loop lost 2 % of its time
+    instead of 15 %. Where every core computes, saves would starve: they took twice as long for nothing.
+    """
+    if len(os.sched_getaffinity(0)) < 2 * int(os.environ.get("LOCAL_WORLD_SIZE") or 1):
+        return
+    this = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, this, min(19, os.getpriority(os.PRIO_PROCESS, this) + _NICE))
+
+
 class Files:
     """The open files of a positional save: opened and reserved ahead of the writes, closed when their last piece is in.
 
@@ -50,8 +65,11 @@ class Files:
     A disk that has become full meanwhile ends the writing.
     """
 
-    def __init__(self, store: LocalStore, plan: SavePlan, jobs: Sequence[Job], small_bytes: int) -> None:
+    def __init__(
+        self, store: LocalStore, plan: SavePlan, jobs: Sequence[Job], small_bytes: int, *, background: bool = False
+    ) -> None:
         self._store = store
+        self._background = background
         self._plan = plan
         self._lock = threading.Lock()
         self._opening = threading.Lock()
@@ -80,6 +98,8 @@ class Files:
 
         def work() -> None:
             try:
+                if self._background:
+                    step_back()
                 self._reserve()
                 then()
             except BaseException as error:
@@ -186,7 +206,9 @@ class Pipeline:
         progress: Callable[[int], None] = lambda done: None,
         check: Callable[[], None] = lambda: None,
         copy_first: bool = False,  # write when all is copied or no buffer is left: who copies is in a hurry
+        background: bool = False,  # something else goes on meanwhile: leave it the processor
     ) -> None:
+        self._background = background
         self._store, self._plan, self._stager, self._pool = store, plan, stager, pool
         self._progress, self._check = progress, check
         self.written: list[Written] = []
@@ -196,7 +218,10 @@ class Pipeline:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[Job, Any, list[Any]] | None] = queue.SimpleQueue()
-        self.files = Files(store, plan, jobs, settings.small_file_bytes) if store.positional else None  # type: ignore[arg-type]
+        self.files: Files | None = None
+        if store.positional:
+            small_bytes = settings.small_file_bytes
+            self.files = Files(store, plan, jobs, small_bytes, background=background)  # type: ignore[arg-type]
         self._go = threading.Event()
         if not copy_first:
             self._go.set()
@@ -272,6 +297,8 @@ class Pipeline:
             self.files.close()
 
     def _run(self) -> None:
+        if self._background:
+            step_back()
         self._go.wait()
         while True:
             item = self._queue.get()

@@ -29,7 +29,8 @@ class TopicMemory:
 
     last_seq: int = 0  # the newest round it took part in, or was told the end of
     unswept: list[int] = field(default_factory=list)  # leader: rounds that may have left keys
-    usual: dict[str, float] = field(default_factory=dict)  # leader: target → bytes per second in good saves
+    # Leader: whether training waited → target → bytes per second in good saves.
+    usual: dict[bool, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass

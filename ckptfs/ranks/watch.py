@@ -172,14 +172,15 @@ def blame(
     """Whose fault it is that a save was slow, from a rank × target table of bytes per second; "" if it was not slow.
 
     A rank below a `times`-th of the median against every target: its host. Against one of them only: the way from
-    that host to it. A target whose median is below a `times`-th of what is `usual` for it: the target, for all ranks.
+    that host to it. A target whose median is below half of a `times`-th of what is `usual` for it: the target, for all
+    ranks.
     """
     targets = sorted({target for of in rates.values() for target in of})
     medians = {target: statistics.median(of[target] for of in rates.values() if target in of) for target in targets}
     faults = [
         f"{target} is slow for all ranks: {rate_text(medians[target])} GB/s a thread, {rate_text(usual[target])} before"
         for target in targets
-        if medians[target] * times < usual.get(target, 0.0)
+        if medians[target] * 2 * times < usual.get(target, 0.0)  # the whole machine is busy more often than one host
     ]
     suspects: dict[int, list[str]] = {}
     for rank, of in sorted(rates.items()):

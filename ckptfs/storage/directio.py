@@ -54,7 +54,7 @@ class Buffer:
     """Page-aligned reusable memory. `at(offset, nbytes)` is the part that suits direct I/O at that file offset."""
 
     def __init__(self, nbytes: int) -> None:
-        # Whole huge pages of address space: only then does the kernel begin the mapping at one. The rest is not touched.
+        # Whole huge pages of address space: only then does the kernel begin the mapping at one. The rest is untouched.
         mapped = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else nbytes
         self._memory = mmap.mmap(-1, mapped, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         try:

@@ -397,7 +397,7 @@ def cut_evenly(start: int, stop: int, most: int, grain: int) -> list[tuple[int, 
     """
     if stop - start <= most:
         return [(start, stop)] if start < stop else []
-    if most < 2 * grain:
+    if most < 3 * grain:  # rounding to grains could leave nothing of a part
         return cut(start, stop, most)
     count = -(-(stop - start) // (most - grain))
     edges = {(start + (stop - start) * i // count) // grain * grain for i in range(1, count)}

@@ -400,9 +400,8 @@ def cut_evenly(start: int, stop: int, most: int, grain: int) -> list[tuple[int, 
     if most < 3 * grain:  # rounding to grains could leave nothing of a part
         return cut(start, stop, most)
     count = -(-(stop - start) // (most - grain))
-    edges = {(start + (stop - start) * i // count) // grain * grain for i in range(1, count)}
-    # Coarse grains make edges fall together, or before the start.
-    return list(pairwise([start, *sorted(edge for edge in edges if start < edge < stop), stop]))
+    edges = [start, *((start + (stop - start) * i // count) // grain * grain for i in range(1, count)), stop]
+    return list(pairwise(edges))
 
 
 def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

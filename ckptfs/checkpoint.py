@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from ckptfs.shared_reads import Peers
     from ckptfs.storage import Store
+    from ckptfs.storage.directio import BufferPool
     from ckptfs.storage.pagecache import Window
     from ckptfs.view import View
 
@@ -148,6 +149,10 @@ class Checkpoint(Mapping[str, Array]):
     @property
     def step(self) -> int | None:
         return self.manifest.step
+
+    def borrow(self, pool: BufferPool) -> None:
+        """Read through these buffers until `close`."""
+        self._reader.borrow(pool)
 
     def close(self) -> None:
         """Close files and give buffers back; what is read afterwards opens them again."""

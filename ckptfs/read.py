@@ -80,6 +80,7 @@ class Reader:
         self._pool_lock = threading.Lock()
         self._count_lock = threading.Lock()
         self._pool: BufferPool | None = None
+        self._lent = False  # the pool is somebody else's to close
         self._files: OpenFiles | None = None
         self._threads: ThreadPoolExecutor | None = None
 
@@ -88,6 +89,12 @@ class Reader:
             if self._pool is None:
                 self._pool = BufferPool(self.settings.read_buffer_bytes, self.settings.io_bytes)
             return self._pool
+
+    def borrow(self, pool: BufferPool) -> None:
+        """Use these buffers until `close`, if there are none yet: memory that was used before is faster."""
+        with self._pool_lock:
+            if self._pool is None and pool.buffer_bytes >= self.settings.io_bytes:
+                self._pool, self._lent = pool, True
 
     def _opened(self) -> OpenFiles:
         files = self._files
@@ -120,8 +127,9 @@ class Reader:
             self._files.close()
             self._files = None
         if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+            if not self._lent:
+                self._pool.close()
+            self._pool, self._lent = None, False
 
     # --- reading ---------------------------------------------------------------------------------------
 

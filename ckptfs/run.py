@@ -273,6 +273,9 @@ class Run:
     def load(self, value: Any, step: int | None = None, **how: Any) -> Any:
         """Fill a tree in place from a step (default: the latest), whatever layout it has; see Checkpoint.load."""
         with self.latest if step is None else self[step] as checkpoint:
+            pool = self._pools.idle(self.settings.buffer_bytes)
+            if pool is not None:
+                checkpoint.borrow(pool)
             return checkpoint.load(value, rank=self.group.rank, **how)
 
     # --- mounting --------------------------------------------------------------------------------------

@@ -173,6 +173,12 @@ class Pools:
         self._pool.set_budget(budget_bytes)
         return self._pool
 
+    def idle(self, budget_bytes: int) -> StagingPool | None:
+        """The pool for something that is not a save, warm after the first time; None while a save uses it."""
+        if self._pool is None:
+            return self.fit(budget_bytes, self._io_bytes)
+        return None if self._pool.in_use else self._pool
+
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -54,12 +55,19 @@ except StorageError as error:
 
 
 @pytest.fixture
+def tmp_path():
+    """Where other users may go too: pytest's own folders are for root alone."""
+    made = Path(tempfile.mkdtemp(prefix="ckptfs-users-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
 def folder(tmp_path):
     made = tmp_path / "plain"
     made.mkdir()
     (made / "file").write_bytes(os.urandom(3_000_001))
-    for part in (tmp_path, *tmp_path.parents[:2]):
-        part.chmod(0o755)
     return made
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptfs import LocalShard, Run, Settings
+from ckptfs import Checkpoint, LocalShard, Run, Settings
 from ckptfs.errors import CkptError
 from ckptfs.storage import LocalStore, MemoryStore
 from ckptfs.verify import verify
@@ -213,3 +213,21 @@ def test_where_links_are_refused_every_array_has_a_document_of_its_own(tmp_path)
     step = run.save(1, tree).path
     assert os.stat(f"{step}/a/zarr.json").st_nlink == 1
     assert verify(run[1]) == []
+
+
+def test_a_load_borrows_the_buffers_of_its_run_unless_a_save_has_them(tmp_path, monkeypatch):
+    lent = []
+    borrow = Checkpoint.borrow
+    monkeypatch.setattr(Checkpoint, "borrow", lambda self, pool: (lent.append(pool), borrow(self, pool)))
+    tree = {"a": np.arange(200_000, dtype="f8")}
+    with Run(tmp_path / "run") as run:
+        run.save(1, tree)
+        for _ in range(2):
+            target = {"a": np.zeros(200_000)}
+            run.load(target)
+            assert np.array_equal(target["a"], tree["a"])
+        (pool,) = set(lent)
+        buffer = pool.acquire(0)  # what a load borrowed is open still, and now in use
+        run.load(target)
+        assert len(lent) == 2
+        pool.release(buffer)

@@ -109,6 +109,11 @@ class BufferPool:
         return self._peak * self._mapped_bytes
 
     @property
+    def in_use(self) -> int:
+        """How many buffers are out."""
+        return self._in_use
+
+    @property
     def made_bytes(self) -> int:
         """The memory this pool has mapped so far."""
         return self._made * self._mapped_bytes

@@ -16,7 +16,7 @@ class Settings:
     block_bytes: int = 64 * MIB  # object size where a block is an object of its own
     extent_bytes: int = MIB  # what one checksum covers; grows with the checkpoint, see saveplan
     io_bytes: int = 8 * MIB  # one request to the disk
-    buffer_bytes: int = 256 * MIB  # host memory that a save may use for copies, per rank
+    buffer_bytes: int = 240 * MIB  # for copies, per rank: with all else that a save needs it stays within 256 MiB
     async_buffer_bytes: int = 1024 * MIB  # the same for asynchronous saves
     read_buffer_bytes: int = 128 * MIB  # scratch for reads that do not land in place
     write_threads: int = 4

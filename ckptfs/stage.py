@@ -16,7 +16,7 @@ import numpy as np
 from ckptfs.errors import CkptError
 from ckptfs.saveplan import cut_evenly
 from ckptfs.shards import as_numpy
-from ckptfs.storage.directio import Buffer, BufferPool, address_of
+from ckptfs.storage.directio import Buffer, BufferPool, address_of, mapped_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -165,7 +165,7 @@ class Pools:
     def fit(self, budget_bytes: int, largest_bytes: int) -> StagingPool:
         """A pool whose buffers hold `largest_bytes`, with room for two of them at least."""
         size = max(self._io_bytes, largest_bytes)
-        budget_bytes = max(budget_bytes, 2 * (size + 2 * PAGE))
+        budget_bytes = max(budget_bytes, 2 * mapped_bytes(size))
         if self._pool is not None and self._pool.buffer_bytes < size:
             self.close()
         if self._pool is None:

@@ -81,12 +81,12 @@ def _save_goals(results: Results) -> Iterable[Goal]:
             over = _over_best(rows)
             text = prefix + what
             yield _goal(f"{text} at least 0.85 of raw", scenario, _ratio(rows, "raw", "ckptfs"), lambda v: v >= 0.85)
-            faster = f"{text}: times faster than the fastest peer (above 1)"
-            yield _goal(faster, scenario, 1 / over if over else None, lambda v: v > 1)
+            faster = f"{text}: times faster than the fastest peer (1.05 and more; less is a tie)"
+            yield _goal(faster, scenario, 1 / over if over else None, lambda v: v >= 1.05)
             for peer in ("DCP", "Orbax", "ByteCheckpoint 0.0.2"):
                 if peer == "DCP" or peer in rows:
                     ratio = _ratio(rows, peer, "ckptfs")
-                    yield _goal(f"{text}: times faster than {peer}", scenario, ratio, lambda v: v > 1)
+                    yield _goal(f"{text}: times faster than {peer}", scenario, ratio, lambda v: v >= 1.05)
 
 
 def _layout_goals(results: Results) -> Iterable[Goal]:

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ckptfs import commit
-from ckptfs.errors import CkptError, NotFoundError, StorageError
+from ckptfs.errors import CkptError, NotFoundError, StaleError, StorageError
 from ckptfs.manifest import NAME
 from ckptfs.storage.base import os_error
 
@@ -119,8 +119,25 @@ class FileLease:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self._folder_fd = -1
+
+    def hold(self, folder: str) -> str:
+        """A path of the step's folder that means this step until `release`; StaleError if `folder` is another by now."""
+        try:
+            fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StaleError(f"{folder} was deleted or replaced: open it again") from error
+        here = f"/proc/self/fd/{fd}"
+        if not _same_file(self._fd, f"{here}/{NAME}"):
+            os.close(fd)
+            raise StaleError(f"{folder} was replaced: open it again")
+        self._folder_fd = fd
+        return here
 
     def release(self) -> None:
+        folder_fd, self._folder_fd = self._folder_fd, -1
+        if folder_fd >= 0:
+            os.close(folder_fd)
         fd, self._fd = self._fd, -1
         if fd >= 0:
             _unlock(fd)

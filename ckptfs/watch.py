@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckptfs import commit, lease
 from ckptfs.checkpoint import Checkpoint
-from ckptfs.errors import MismatchError, NotFoundError
+from ckptfs.errors import MismatchError, NotFoundError, StaleError
+from ckptfs.storage import LocalStore
 
 if TYPE_CHECKING:
     from ckptfs.run import Run
@@ -39,27 +40,46 @@ _log = logging.getLogger("ckptfs.watch")
 
 
 class Leased(Checkpoint):
-    """A checkpoint that cannot be deleted before it is closed."""
+    """A checkpoint that is neither deleted nor changed before it is closed: what replaces the step is not read."""
 
     def __init__(self, store: Store, number: int, held: lease.Lease, **how: Any) -> None:
         self.number = number  # the step by its folder's name
         self.lease = held
-        super().__init__(store, **how)
+        self._named = store
+        super().__init__(_held(store, held), **how)
 
     def close(self) -> None:
         super().close()
+        if isinstance(self.store, LocalStore) and isinstance(self._named, LocalStore):
+            self.store.root = self._named.root  # before the descriptor goes: its number will be another folder's
         self.lease.release()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        remake, (_, *rest) = super().__reduce__()
+        return remake, (self._named, *rest)  # a descriptor means nothing to another process
+
+
+def _held(store: Store, held: lease.Lease) -> Store:
+    """The step that the lease is on, whatever takes its name meanwhile."""
+    if not isinstance(store, LocalStore) or not isinstance(held, lease.FileLease):
+        return store
+    here = LocalStore(held.hold(store.full()), ops=store.ops)
+    here.url = store.url
+    return here
 
 
 def pinned(run: Run, step: int) -> Leased:
     """The step, leased until it is closed; NotFoundError if it is not there."""
     name = commit.step_name(step)
-    held = lease.take(run.store, name)
-    try:
-        return Leased(run.store.sub(name), step, held, settings=run.settings)
-    except BaseException:
-        held.release()
-        raise
+    while True:
+        held = lease.take(run.store, name)
+        try:
+            return Leased(run.store.sub(name), step, held, settings=run.settings)
+        except StaleError:  # replaced between the lease and the look
+            held.release()
+        except BaseException:
+            held.release()
+            raise
 
 
 def watch(

@@ -1,6 +1,7 @@
 """What stays and what goes: the decision against an obvious twin, the deleting against crashes, pins and readers."""
 
 import os
+import pickle
 import threading
 
 import hypothesis.strategies as st
@@ -10,7 +11,7 @@ from hypothesis import given
 
 import ckptfs
 from ckptfs import commit, lease, retention
-from ckptfs.errors import ExistsError, MismatchError, NotFoundError
+from ckptfs.errors import ExistsError, MismatchError, NotFoundError, StaleError
 from ckptfs.retention import Policy, doomed
 from ckptfs.storage import FaultOps, FaultPlan, LocalStore, MemoryStore, SimulatedCrash
 
@@ -239,3 +240,46 @@ def test_what_was_replaced_stays_while_somebody_reads_it(tmp_path):
             assert run[1]["x"].numpy().all()
         run.save(3, TREE)
         assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_who_follows_a_run_reads_the_step_that_it_was_given(tmp_path):
+    """Nothing of it has been read when it is replaced, whole and by arrays of other shapes."""
+    with ckptfs.Run(tmp_path) as run:
+        run.save(1, {"x": np.zeros(300_000), "y": np.zeros(7)})
+        with run.wait() as before:
+            run.save(1, {"x": np.ones(5)}, overwrite=True)
+            run.save(2, TREE)
+            assert before.url == run[1].url
+            assert before["x"].numpy().shape == (300_000,)
+            assert not before["x"].numpy().any()
+            assert not before["y"].numpy().any()
+            with pytest.raises(StaleError, match="replaced"):
+                pickle.loads(pickle.dumps(before))  # another process would find the new one
+            assert run[1]["x"].numpy().all()
+        run.save(3, TREE)
+        assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002", "step-00000003"]
+        with run.wait() as first:
+            assert first["x"].numpy().all()
+
+
+def test_a_step_that_is_replaced_while_it_is_opened_is_the_new_one(tmp_path, monkeypatch):
+    with ckptfs.Run(tmp_path) as run:
+        run.save(1, {"x": np.zeros(5)})
+        hold = lease.FileLease.hold
+
+        def replaced_first(self, folder):
+            monkeypatch.setattr(lease.FileLease, "hold", hold)
+            run.save(1, {"x": np.ones(5)}, overwrite=True)
+            return hold(self, folder)
+
+        monkeypatch.setattr(lease.FileLease, "hold", replaced_first)
+        with run.wait() as found:
+            assert found["x"].numpy().all()
+
+
+def test_objects_are_never_replaced():
+    with ckptfs.Run(MemoryStore(f"replaced-{os.getpid()}")) as run:
+        run.save(1, TREE)
+        with pytest.raises(MismatchError, match="cannot be replaced safely"):
+            run.save(1, {"x": np.ones(5)}, overwrite=True)
+        assert np.array_equal(run[1]["x"].numpy(), TREE["x"])

@@ -80,14 +80,15 @@ class JobResult:
 
 @pytest.fixture
 def torchrun(tmp_path):
-    """`torchrun(nproc, script, *args, timeout_s=100, env=None, check=True) -> JobResult`: ranks as real processes.
+    """`torchrun(nproc, script, *args, timeout_s=100, env=None, check=True, max_restarts=0) -> JobResult`: ranks as real
+    processes.
 
     `script` is a path or the text of a program; gloo works, and each rank has one thread. With `check`, a job that
     fails or takes too long fails the test with the end of its output; too long includes the stack of every rank.
     Nothing of the job is alive afterwards, whatever happened.
     """
 
-    def run(nproc, script, *args, timeout_s=100.0, env=None, check=True):
+    def run(nproc, script, *args, timeout_s=100.0, env=None, check=True, max_restarts=0):
         path = script if isinstance(script, Path) else _write_script(tmp_path, script)
         token = uuid.uuid4().hex
         logs = tmp_path / f"torchrun-{token[:8]}"
@@ -105,7 +106,7 @@ def torchrun(tmp_path):
         }
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
         command += [f"--log-dir={logs}", "--redirects=3"]  # a file for each rank: lines of two ranks never mix
-        command += [f"--nproc-per-node={nproc}", str(path), *map(str, args)]
+        command += [f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}", str(path), *map(str, args)]
         with launcher_log.open("wb") as out:
             job = subprocess.Popen(
                 command,

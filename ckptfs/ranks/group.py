@@ -1,8 +1,8 @@
 """Which ranks save together, and the store between them.
 
-The keys live in the store that `init_process_group` made, under a prefix. It is new after an elastic restart:
-torchrun makes one for each attempt, and a store in which another attempt's keys are left would already break torch's
-own handshake. TORCHELASTIC_RESTART_COUNT does not tell attempts apart: agents that joined later count differently.
+The keys live in the store that `init_process_group` made, under a prefix. It is new after an elastic restart: a store
+in which another attempt's keys are left breaks torch's own handshake before it could confuse ours (see docs/async.md).
+TORCHELASTIC_RESTART_COUNT does not tell attempts apart: agents that joined later count differently.
 What a rank remembers of earlier rounds belongs to one store, known by a nonce in it, so it survives
 destroy_process_group() and a new group over the same store, and is forgotten with another store.
 """

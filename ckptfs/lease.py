@@ -7,8 +7,8 @@ Rules:
   and the kernel drops it when the process dies. Deleting takes the same lock exclusively.
 - On object stores, for followers, and where flock does not work, it is an object in `.leases/` that expires. A thread
   renews it; after a crash it holds for `ttl_s` more. The clocks of the machines must agree to a fraction of that.
-- Replacing a step (`overwrite=True`) asks nobody, but what was replaced stays, hidden, while a file's lease holds it, and
-  is read through `FileLease.hold`. Steps in object stores are never replaced.
+- Replacing a step (`overwrite=True`) asks nobody, but what was replaced stays, hidden, while a file's lease holds it,
+  and is read through `FileLease.hold`. Steps in object stores are never replaced.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class FileLease:
         self._folder_fd = -1
 
     def hold(self, folder: str) -> str:
-        """A path of the step's folder that means this step until `release`; StaleError if `folder` is another by now."""
+        """A path of the step's folder that means this step until `release`; StaleError if `folder` is another now."""
         try:
             fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:

@@ -1,5 +1,6 @@
 """The command line: what it prints, its exit statuses, and that docs/cli.md tells the truth."""
 
+import getpass
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import ml_dtypes
@@ -639,7 +641,10 @@ def test_mount_and_umount(cli, place):
     try:
         assert mounted["mountpoint"] == str(place / "point")
         assert "config.json" in {p.name for p in (place / "point").rglob("*")}
-        assert str(place / "point") in cli("mounts")
+        line = next(line for line in cli("mounts").splitlines() if str(place / "point") in line)
+        year = time.localtime(mounted["since"]).tm_year
+        assert {"native", str(mounted["pid"]), getpass.getuser(), "ok"} <= set(line.split()), line
+        assert f" {year}-" in line
     finally:
         cli("umount", "point")
     assert str(place / "point") not in cli("mounts")

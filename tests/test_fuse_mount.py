@@ -305,6 +305,16 @@ def test_ten_thousand_files_list(backend):
 # --- life cycle --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may raise it")
+@BACKENDS
+def test_the_readahead_is_raised_for_good(folder, backend):
+    """The kernel sets it back when it has the answer to its first request."""
+    with Mount(LOCAL, {"folder": str(folder)}, backend=backend, options=MountOptions(readahead_kib=512)) as root:
+        assert Path(root, "file").read_bytes() == (folder / "file").read_bytes()
+        device = kernel.mounted_at(root).device
+        assert Path(f"/sys/class/bdi/{device}/read_ahead_kb").read_text() == "512\n"
+
+
 @BACKENDS
 def test_the_process_that_mounts_can_read_and_map_it(folder, backend):
     import mmap

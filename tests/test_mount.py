@@ -207,6 +207,25 @@ def test_zarr_opens_the_group(mounted, step):
         assert np.asarray(group[name][:]).tobytes() == wanted.tobytes()
 
 
+def test_torch_loads_a_file_that_was_kept_as_an_asset(tmp_path):
+    """Nothing else of a mount is torch's own format: the arrays are there as .npy, raw bytes, safetensors and Zarr."""
+    import torch
+
+    kept = {"weight": torch.randn(1000, 300), "step": torch.tensor(7)}
+    buffer = io.BytesIO()
+    torch.save(kept, buffer)
+    with ckptfs.Run(tmp_path / "run") as run:
+        run.save(1, {"model": {"w": np.ones(3, "f4")}}, assets={"extra.pt": buffer.getvalue()})
+        for backend in BACKENDS:
+            with run.mount(backend=backend) as folder:
+                for mapped in (False, True):
+                    path = f"{folder}/{STEP}/zarr/assets/extra.pt"
+                    loaded = torch.load(path, mmap=mapped, weights_only=True)
+                    assert loaded.keys() == kept.keys()
+                    assert all(torch.equal(loaded[name], kept[name]) for name in kept)
+                    del loaded
+
+
 def test_ckptfs_itself_opens_the_store(mounted):
     with ckptfs.open(f"{mounted}/latest/zarr") as checkpoint:
         assert (checkpoint["model/embed"].numpy() == view_runs.arrays(3)["model/embed"]).all()
@@ -433,9 +452,22 @@ print(whole, gone)
 """
 
 
+def save_cold(folder, number, **how):
+    """With an array that is large enough to be read ahead past the page cache, and nothing of it there."""
+    tree = view_runs.nested(view_runs.arrays(number))
+    tree["model"]["large"] = np.random.default_rng(number).standard_normal(1_500_000).astype("f4")
+    with ckptfs.Run(folder, settings=view_runs.SMALL) as run:
+        run.save(number, tree, assets=view_runs.ASSETS, **how)
+    for path in Path(folder, commit.step_name(number)).rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
 def hashes_of(folder, number):
     """What a step shows, however it is stored, by path: params/, raw/ and hf/."""
-    view_runs.save(folder / str(number), number, seed=number)
+    save_cold(folder / str(number), number)
     root = open_root(ViewConfig(url=str(folder / str(number)), linger_s=0.0)).lookup(commit.step_name(number))
     shown = ((path, node) for path, node in walk(root) if path.startswith(("params/", "raw/", "hf/")))
     return {path: hashlib.sha256(node.read_bytes()).hexdigest() for path, node in shown if is_file_with_bytes(node)}
@@ -451,7 +483,7 @@ def test_readers_while_steps_come_and_go(tmp_path, backend, seconds):
     """Every byte that is read belongs to its step; a step that is gone is ENOENT or ESTALE; nothing hangs or stays."""
     wanted = {commit.step_name(number): hashes_of(tmp_path / "alone", number) for number in range(1, 5)}
     store = ckptfs.Run(tmp_path / "run").store
-    view_runs.save(tmp_path / "run", 1)
+    save_cold(tmp_path / "run", 1)
     with ckptfs.Run(tmp_path / "run").mount(
         backend=backend, refresh_s=0.05, linger_s=0.0, cache_bytes=1 << 20
     ) as folder:
@@ -464,7 +496,7 @@ def test_readers_while_steps_come_and_go(tmp_path, backend, seconds):
             number = choose.randrange(1, 5)
             name = commit.step_name(number)
             if not commit.exists(store, name):
-                view_runs.save(tmp_path / "run", number, seed=number, compression=choose.choice([None, "zstd"]))
+                save_cold(tmp_path / "run", number, compression=choose.choice([None, "zstd"]))
                 came += 1
             elif choose.random() < 0.7:
                 went += lease.discard(store, name)

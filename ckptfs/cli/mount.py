@@ -6,7 +6,9 @@ import argparse
 import importlib
 import json
 import os
+import pwd
 import sys
+import time
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -124,9 +126,23 @@ def run_mounts(args: argparse.Namespace) -> int:
     if args.json:
         text.say_json([_as_json(one) for one in found])
     elif found:
-        rows = ((one.mountpoint, one.what, one.backend, str(one.pid), one.state) for one in found)
-        text.table(rows, ("folder", "what", "backend", "process", "state"), right=(3,))
+        rows = (
+            (one.mountpoint, one.what, one.backend, str(one.pid), _user(one.user), _time(one.since), one.state)
+            for one in found
+        )
+        text.table(rows, ("folder", "what", "backend", "process", "user", "since", "state"), right=(3,))
     return 0
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except (KeyError, OverflowError):  # unknown here, or a mount that nobody has a record of
+        return "?" if number < 0 else str(number)
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "?"
 
 
 def _as_json(mounted: Any) -> dict[str, Any]:

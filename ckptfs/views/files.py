@@ -154,6 +154,9 @@ class _StepReader(Reader):
         self._is_led = True
         self._inner.prefetch(offset, length)
 
+    def is_near(self, offset: int, length: int) -> bool:
+        return self._inner.is_near(offset, length)
+
     def _look_ahead(self, offset: int, length: int) -> None:
         """A reader that goes on where it was has what follows made or read from the disk, also the next tensor's."""
         is_sequential = offset and abs(offset - self._expected) <= 1 << 20

@@ -69,6 +69,10 @@ class Reader:
     def prefetch(self, offset: int, length: int) -> None:
         """A hint that this range will be read soon; returns at once."""
 
+    def is_near(self, offset: int, length: int) -> bool:
+        """False when reading this range now would wait for a request to the disk that is on its way."""
+        return True
+
     def close(self) -> None:
         """End the lease; calling it again does nothing."""
 
@@ -206,6 +210,21 @@ def _pread_full(fd: int, path: str, offset: int, view: memoryview) -> None:
         done += count
 
 
+def _read_local(file: MappedFile | None, fd: int, path: str, offset: int, view: memoryview) -> None:
+    """From the memory that was read ahead where there is such, else from the file."""
+    if file is None:
+        _pread_full(fd, path, offset, view)
+        return
+    done = 0
+    for memory, start, count in file.parts(offset, len(view)):
+        part = view[done : done + count]
+        if memory is None:
+            _pread_full(fd, path, start, part)
+        else:
+            part[:] = memory
+        done += count
+
+
 class _SharedFds:
     """A bounded set of open files, least recently used closed first; one that is being read is never closed."""
 
@@ -286,14 +305,27 @@ class _BackingReader(Reader):
         count = max(0, min(len(view), self.file.size - offset))
         if self.backing_fd is None:
             raise StorageError(f"{self._path}: read after close")
-        _pread_full(self.backing_fd, self._path, offset, view[:count])
+        _read_local(self._mapped, self.backing_fd, self._path, offset, view[:count])
         return count
 
+    def lend(self, offset: int, length: int) -> list[memoryview] | None:
+        file = self._map()
+        if file is None or offset + length > len(file.view):
+            return None
+        return file.lent(offset, length)
+
+    def is_near(self, offset: int, length: int) -> bool:
+        return self._mapped is None or self._mapped.is_near(offset, length)
+
     def prefetch(self, offset: int, length: int) -> None:
+        file = self._map()
+        if file is not None:
+            file.bring(offset, length)
+
+    def _map(self) -> MappedFile | None:
         if self._mapped is None and self.backing_fd is not None:
-            self._mapped = mapped(self.backing_fd)
-        if self._mapped is not None:
-            self._mapped.bring(offset, length)
+            self._mapped = mapped(self.backing_fd, self._path)
+        return self._mapped
 
     def close(self) -> None:
         self._mapped = None
@@ -401,34 +433,33 @@ class _SegmentsReader(Reader):
         if fd is None:
             _shared_fds.read(path, offset, view)
         else:
-            _pread_full(fd, path, offset, view)
+            _read_local(self._maps.get(path), fd, path, offset, view)
 
     def lend(self, offset: int, length: int) -> list[memoryview] | None:
         lent: list[memoryview] = []
         for segment, within, count in self._segments.pieces(offset, length):
-            view = self._view(segment, within, count)
-            if view is None or len(view) < count or len(lent) == LENT_MAX:
+            views = self._views(segment, within, count)
+            if sum(map(len, views)) < count or len(lent) + len(views) > LENT_MAX:
                 return None
-            lent.append(view)
+            lent += views
         return lent
 
-    def _view(self, segment: Segment, within: int, count: int) -> memoryview | None:
+    def _views(self, segment: Segment, within: int, count: int) -> list[memoryview]:
         if isinstance(segment, bytes):
-            return memoryview(segment)[within : within + count]
+            return [memoryview(segment)[within : within + count]]
         if not isinstance(segment, Range):
-            return None
+            return []
         file = self._mapped(segment.path)
         if file is None:
-            return None
+            return []
         if segment.check is not None:
             segment.check(within, count)
-        start = segment.offset + within
-        return file.view[start : start + count]
+        return file.lent(segment.offset + within, count)
 
     def _mapped(self, path: str) -> MappedFile | None:
         """Several threads may come here at once: then one mapping of theirs stays."""
         if path not in self._maps and path in self._fds:
-            self._maps.setdefault(path, mapped(self._fds[path]))
+            self._maps.setdefault(path, mapped(self._fds[path], path))
         return self._maps.get(path)
 
     def prefetch(self, offset: int, length: int) -> None:
@@ -436,6 +467,13 @@ class _SegmentsReader(Reader):
             file = self._mapped(segment.path) if isinstance(segment, Range) else None
             if file is not None and isinstance(segment, Range):
                 file.bring(segment.offset + within, count)
+
+    def is_near(self, offset: int, length: int) -> bool:
+        for segment, within, count in self._segments.pieces(offset, length):
+            file = self._maps.get(segment.path) if isinstance(segment, Range) else None
+            if file is not None and isinstance(segment, Range) and not file.is_near(segment.offset + within, count):
+                return False
+        return True
 
     def close(self) -> None:
         self._maps = {}

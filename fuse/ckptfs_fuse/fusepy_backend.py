@@ -1,7 +1,8 @@
 """The default backend: fusepy on libfuse 2, or mfusepy where only libfuse 3 exists.
 
 Rules:
-- Reads go straight into libfuse's own buffer; stock usage returns bytes, which are then copied twice.
+- READ is answered on libfuse's channel, without libfuse, from where the bytes lie (see fusepy_loop). What that leaves
+  (content that is worked out, libfuse 3) goes into libfuse's own buffer; stock usage returns bytes, copied twice.
 - Immutable content: keep_cache for a version that the kernel has seen, long timeouts when the whole tree is immutable.
 - Every failure is an errno (fusepy itself would answer EINVAL); whatever writes is EROFS.
 - One slow read does not stall others (see fusepy_loop), and is bounded by a deadline.
@@ -21,9 +22,11 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from ckptfs.errors import CkptError, StaleError, StorageError
-from ckptfs.views.nodes import Dir, File, Link, Node, resolve
+from ckptfs.views.nodes import Dir, File, Link, Node
+from ckptfs_fuse import wire
 from ckptfs_fuse.answers import FOR_EVER_S, attribute, attributes, errno_of, log, log_failure, version_of
 from ckptfs_fuse.fusepy_loop import LeaderLoop, installed
+from ckptfs_fuse.lending import answer_read, send
 from ckptfs_fuse.options import MountOptions
 from ckptfs_fuse.slow import SlowWork
 from ckptfs_fuse.table import Handle, Known
@@ -84,7 +87,7 @@ def serve(root: Dir, mountpoint: str, options: MountOptions, on_ready: Callable[
     module = load_library()
     keep_s = FOR_EVER_S if root.immutable else root.refresh_s
     loop = installed(module, mountpoint)
-    operations = Operations(root, options, on_ready, loop)
+    operations = Operations(root, mountpoint, options, on_ready, loop)
     settings: dict[str, Any] = {
         "foreground": True,
         "raw_fi": True,
@@ -116,15 +119,23 @@ class Operations:
     use_ns = True
     flag_nullpath_ok = 1  # open files go on when their name is gone: libfuse 2 then gives None for the path
 
-    def __init__(self, root: Dir, options: MountOptions, on_ready: Callable[[], None], loop: LeaderLoop | None) -> None:
+    def __init__(
+        self, root: Dir, mountpoint: str, options: MountOptions, on_ready: Callable[[], None], loop: LeaderLoop | None
+    ) -> None:
         self._root = root
         self._loop = loop
+        self._ahead_bytes = options.prefetch_kib * 1024
+        self._mountpoint = mountpoint
         self._on_ready = on_ready
         self._slow = SlowWork(options.slow_threads, options.read_timeout_s)
         self._handles: dict[int, Handle] = {}
         self._numbers = itertools.count(1)
         self._seen: dict[str, str] = {}  # path → the version whose pages the kernel may hold
         self._owner = (os.geteuid(), os.getegid())
+        if loop is not None:
+            loop.answer_read = self.answer_read
+            loop.on_ready = on_ready
+            loop.stat = self.stat_quickly(loop.stat_kind)
 
     def __call__(self, name: str, path: str | None, *args: Any) -> Any:
         operation = getattr(self, name)
@@ -137,9 +148,24 @@ class Operations:
     def _node(self, path: str | None) -> Node:
         if path is None:
             raise StaleError("the name is gone; open it anew")
-        return resolve(self._root, path)
+        node: Node = self._root
+        for name in path.split("/"):
+            if name:
+                node = self._look(node, name)
+        return node
+
+    def _look(self, folder: Node, name: str) -> Node:
+        if not isinstance(folder, Dir):
+            raise OSError(errno.ENOTDIR, "not a directory")
+        return self._bounded(partial(folder.lookup, name)) if folder.blocking else folder.lookup(name)
 
     def init(self, _path: str) -> None:
+        """The kernel has no answer yet; when it has, it sets the readahead back: only then is the mount ready."""
+        if self._loop is None:
+            threading.Thread(target=self._wait_until_ready, name="ready", daemon=True).start()
+
+    def _wait_until_ready(self) -> None:
+        os.statvfs(self._mountpoint)  # returns when another thread has answered it
         self._on_ready()
 
     def destroy(self, _path: str) -> None:
@@ -161,6 +187,30 @@ class Operations:
             "st_ctime": told.mtime_ns,
         }
 
+    def stat_quickly(self, kind: type[ctypes.Structure]) -> Callable[[bytes, int], int]:
+        """Getattr as a function of C: path and address of a `kind` (a struct stat, all zeros) to 0 or minus an errno.
+
+        Who lists a directory asks for each of its names; what the library does around `getattr` takes longer than that.
+        """
+        user, group = self._owner
+
+        def stat(path: bytes, address: int) -> int:
+            try:
+                told = attributes(self._node(os.fsdecode(path)))
+            except Exception as error:
+                log_failure(f"GETATTR of {os.fsdecode(path)}", error)
+                return -errno_of(error)
+            into: Any = kind.from_address(address)
+            into.st_mode, into.st_size, into.st_nlink = told.mode, told.size, 1
+            into.st_blocks, into.st_blksize = -(-told.size // 512), 4096
+            into.st_uid, into.st_gid = user, group
+            seconds, nanoseconds = divmod(told.mtime_ns, 1_000_000_000)
+            for time in (into.st_atimespec, into.st_mtimespec, into.st_ctimespec):
+                time.tv_sec, time.tv_nsec = seconds, nanoseconds
+            return 0
+
+        return stat
+
     def readlink(self, path: str) -> str:
         node = self._node(path)
         if not isinstance(node, Link):
@@ -178,7 +228,8 @@ class Operations:
         if not isinstance(folder, Dir):
             raise OSError(errno.ENOTDIR, "not a directory")
         names = [(".", 0o040000), ("..", 0o040000)]
-        names += [(name, attributes(node).mode) for name, node in folder.children().items()]
+        children = self._bounded(folder.children) if folder.blocking else folder.children()
+        names += [(name, attributes(node).mode) for name, node in children.items()]
         return iter([(name, {"st_mode": mode}, 0) for name, mode in names])
 
     def open(self, path: str, info: Any) -> int:
@@ -213,6 +264,25 @@ class Operations:
             path = handle.known.key[1].decode(errors="backslashreplace") if handle else "?"
             log_failure(f"READ of {path}", error)
             return -errno_of(error)
+
+    def answer_read(self, fd: int, unique: int, read: wire.Read, reply: memoryview) -> bool:
+        """Answer the kernel without libfuse; False for what may be slow, and for what libfuse has to refuse."""
+        handle = self._handles.get(read.handle)
+        if handle is None or handle.reader.file.blocking:
+            return False
+        try:
+            size = min(read.size, handle.reader.file.size - read.offset)
+            if size <= 0:
+                send(fd, wire.reply_header(unique, 0))
+                return True
+            handle.read_ahead(read.offset, size, self._ahead_bytes)
+            if self._loop is not None and not handle.reader.is_near(read.offset, size):
+                self._loop.step_aside()
+            answer_read(fd, unique, handle, read.offset, size, reply)
+        except Exception as error:
+            log_failure(f"READ of {handle.known.key[1].decode(errors='backslashreplace')}", error)
+            send(fd, wire.reply_header(unique, 0, errno_of(error)))
+        return True
 
     def _read_bounded(self, handle: Handle, offset: int, view: memoryview) -> int:
         """Into a buffer of its own: libfuse's is gone when the deadline has passed."""

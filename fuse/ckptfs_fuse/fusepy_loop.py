@@ -3,6 +3,10 @@
 libfuse's own loop has a thread for each request of a burst of readahead; in Python they wake one another and wait for
 the interpreter, which halved the speed. Here one thread leads: it takes a request and answers it, and takes the next.
 Before a request that may be slow, it hands the lead to another thread (`step_aside`), so that nobody waits for it.
+
+READ of an open file is answered here, on the channel that libfuse made (see lending): libfuse would copy the bytes and
+look for the file's name first, and each call through ctypes takes longer than the kernel needs for the bytes. And its
+answer to INIT, which is older than requests of more than 128 KiB, is completed here, so that the kernel sends those.
 """
 
 from __future__ import annotations
@@ -11,23 +15,111 @@ import ctypes
 import errno
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from ckptfs.errors import StorageError
+from ckptfs_fuse import wire
 from ckptfs_fuse.answers import log
 from ckptfs_fuse.ending import stop_pipe, wait_for_end
+from ckptfs_fuse.lending import send
+
+READ_BYTES_MAX = 1 << 20
+CHANNEL_BYTES = (128 << 10) + wire.PAGE_BYTES  # what libfuse's own channels have
+# (descriptor, the request's number, what is wanted, room for a reply) → whether it was answered
+AnswerRead = Callable[[int, int, wire.Read, memoryview], bool]
 
 IDLE_MAX = 4  # threads that wait for the lead; more of them end
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+_SEND = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_IoVec), ctypes.c_size_t)
+_GETATTR = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+_DESTROY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _ChannelOps(ctypes.Structure):
+    _fields_ = (("receive", ctypes.c_void_p), ("send", _SEND), ("destroy", _DESTROY))
+
+
+class _Channel:
+    """A channel of libfuse whose replies come here."""
+
+    def __init__(self, library: Any) -> None:
+        self.reply = b""
+        self._ops = _ChannelOps(None, _SEND(self._send), _DESTROY(lambda _channel: None))
+        library.fuse_chan_new.restype = ctypes.c_void_p
+        library.fuse_chan_new.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p]
+        self.pointer = ctypes.c_void_p(library.fuse_chan_new(ctypes.byref(self._ops), -1, CHANNEL_BYTES, None))
+
+    def _send(self, _channel: int, parts: Any, count: int) -> int:
+        self.reply = b"".join(ctypes.string_at(part.address, part.length) for part in parts[:count] if part.length)
+        return 0
+
+
+class _Inquiry:
+    """One thread's way to ask libfuse what the kernel did not ask in that form; the answers stay here.
+
+    libfuse 2 is older than what the kernel offers by now: requests of more than 128 KiB, and listings with attributes,
+    which save a request for each name.
+    """
+
+    def __init__(self, library: Any, session: ctypes.c_void_p) -> None:
+        self._library = library
+        self._session = session
+        self._channel = _Channel(library)
+
+    def ask(self, message: bytes) -> bytes:
+        """The reply with its header."""
+        self._channel.reply = b""
+        self._library.fuse_session_process(self._session, message, len(message), self._channel.pointer)
+        return self._channel.reply
+
+    def init(self, message: bytes) -> bytes:
+        abilities = wire.MAX_PAGES | wire.DO_READDIRPLUS & wire.init_in(message[wire.HEADER_BYTES :]).flags
+        return wire.with_newer_abilities(self.ask(message), abilities, READ_BYTES_MAX // wire.PAGE_BYTES)
+
+    def readdirplus(self, request: wire.Request, body: bytes) -> bytes:
+        reply = self.ask(wire.request_bytes(request, wire.Op.READDIR, body))
+        error, payload = wire.reply_payload(reply)
+        if error:
+            return reply
+        room = wire.read_in(body).size
+        parts: list[bytes] = []
+        for entry, name in wire.dirents_in(payload):
+            room -= len(entry) + wire.ENTRY_BYTES
+            if room < 0:
+                break
+            parts += [self._entry(request, name), entry]
+        listed = b"".join(parts)
+        return wire.reply_header(request.unique, len(listed)) + listed
+
+    def _entry(self, request: wire.Request, name: bytes) -> bytes:
+        """What LOOKUP says, which counts as one; nothing of "." and "..", and of a name that is gone."""
+        if name not in {b".", b".."}:
+            error, found = wire.reply_payload(self.ask(wire.request_bytes(request, wire.Op.LOOKUP, name + b"\0")))
+            if not error and len(found) == wire.ENTRY_BYTES:
+                return found
+        return wire.entry_out(0, wire.NO_ENTRY, 0, 0)
 
 
 class LeaderLoop:
     """Stands in for the library object of fusepy: `fuse_main_real` is ours, everything else the library's."""
 
-    def __init__(self, library: Any, mountpoint: str) -> None:
+    def __init__(self, library: Any, mountpoint: str, stat_kind: type[ctypes.Structure]) -> None:
+        """`stat_kind`: the library's idea of struct stat."""
         self._library = library
+        self.stat_kind = stat_kind
+        self.stat: Callable[[bytes, int], int] | None = None  # what answers getattr, instead of the library's wrapper
         self._mountpoint = mountpoint
         self._session = ctypes.c_void_p()
         self._channel = ctypes.c_void_p()
+        self._fd = -1
+        self.answer_read: AnswerRead | None = None
+        self.on_ready: Callable[[], None] = lambda: None  # called when the kernel and libfuse have agreed
         self._lead = threading.Lock()
         self._mine = threading.local()
         self._count = threading.Lock()
@@ -48,6 +140,10 @@ class LeaderLoop:
 
     def fuse_main_real(self, count: int, arguments: Any, operations: Any, size: int, _data: None) -> int:
         """Mount and serve. What libfuse holds is not taken down: the process ends, and slow threads may be inside."""
+        if self.stat is not None:
+            function = _GETATTR(self.stat)  # alive until this returns
+            table = operations.contents
+            table.getattr = ctypes.cast(function, type(table.getattr))
         with stop_pipe() as stop_fd:  # handlers that are there are left alone by libfuse
             place, threads = ctypes.c_char_p(), ctypes.c_int()
             fuse = self._library.fuse_setup(
@@ -57,6 +153,7 @@ class LeaderLoop:
                 return 1
             self._session.value = self._library.fuse_get_session(ctypes.c_void_p(fuse))
             self._channel.value = self._library.fuse_session_next_chan(self._session, None)
+            self._fd = self._library.fuse_chan_fd(self._channel)
             self._start_thread()
             wait_for_end(self, self._mountpoint, stop_fd)
         return 0
@@ -79,13 +176,16 @@ class LeaderLoop:
 
     def _serve(self) -> None:
         buffer = ctypes.create_string_buffer(self._library.fuse_chan_bufsize(self._channel))
+        message = memoryview(buffer).cast("B")
+        reply = memoryview(bytearray(wire.REPLY_HEADER_BYTES + READ_BYTES_MAX))
+        inquiry = _Inquiry(self._library, self._session)
         while True:
             self._lead.acquire()
             with self._count:
                 self._idle -= 1
             self._mine.leads = True
             while self._mine.leads:
-                if not self._goes_on(buffer):
+                if not self._goes_on(buffer, message, reply, inquiry):
                     self._lead.release()
                     return
             with self._count:
@@ -93,17 +193,21 @@ class LeaderLoop:
                     return
                 self._idle += 1
 
-    def _goes_on(self, buffer: ctypes.Array[ctypes.c_char]) -> bool:
+    def _goes_on(
+        self, buffer: ctypes.Array[ctypes.c_char], message: memoryview, reply: memoryview, inquiry: _Inquiry
+    ) -> bool:
         try:
-            if self._answer_one(buffer):
+            if self._answer_one(buffer, message, reply, inquiry):
                 return True
         except BaseException as error:
             log.critical("the thread that answers requests died", exc_info=error)
         self._end()
         return False
 
-    def _answer_one(self, buffer: ctypes.Array[ctypes.c_char]) -> bool:
-        """False when it was unmounted."""
+    def _answer_one(
+        self, buffer: ctypes.Array[ctypes.c_char], message: memoryview, reply: memoryview, inquiry: _Inquiry
+    ) -> bool:
+        """False when it was unmounted. `message` is the memory of `buffer`."""
         if self._ended.is_set():
             return False
         channel = ctypes.c_void_p(self._channel.value)
@@ -112,6 +216,18 @@ class LeaderLoop:
             return True
         if count <= 0:
             return False
+        request = wire.request(message)
+        if request.op == wire.Op.READ and self.answer_read is not None:
+            read = wire.read_in(message, wire.HEADER_BYTES)
+            if read.size <= READ_BYTES_MAX and self.answer_read(self._fd, request.unique, read, reply):
+                return True
+        elif request.op == wire.Op.READDIRPLUS:
+            send(self._fd, inquiry.readdirplus(request, bytes(message[wire.HEADER_BYTES : count])))
+            return True
+        elif request.op == wire.Op.INIT:
+            send(self._fd, inquiry.init(bytes(message[:count])))
+            self.on_ready()
+            return True
         self._library.fuse_session_process(self._session, buffer, count, channel)
         return True
 
@@ -128,5 +244,5 @@ def installed(module: Any, mountpoint: str) -> LeaderLoop | None:
         return None
     if not hasattr(library, "fuse_setup"):
         raise StorageError("this libfuse 2 lacks fuse_setup: install libfuse 2.9, or use the native backend")
-    module._libfuse = LeaderLoop(library, mountpoint)  # noqa: SLF001 - a process serves one mount
+    module._libfuse = LeaderLoop(library, mountpoint, module.c_stat)  # noqa: SLF001 - a process serves one mount
     return module._libfuse  # type: ignore[no-any-return]  # noqa: SLF001

@@ -3,8 +3,7 @@
 Rules:
 - Several threads read requests; each answers what it read, so none waits for another. What may be slow (a blocking file
   or directory) is answered by `SlowWork`, within a deadline.
-- Bytes of local files are sent with one writev from where the page cache has them, mapped: no copy is made here. Others
-  are read into a buffer of the thread, behind the room for the reply's header, and sent with one write.
+- Bytes of local files are sent from where they lie, without a copy here (see lending).
 - All open handles of a node are opened alike (passed through, direct or cached), as the kernel demands.
 - Every failure is an errno and, when it is EIO, a line in the log. Whatever writes is EROFS; unknown requests ENOSYS.
 """
@@ -31,6 +30,7 @@ from ckptfs_fuse.answers import (
     log_failure,
     version_of,
 )
+from ckptfs_fuse.lending import AGAIN, GONE, answer_read, send
 from ckptfs_fuse.options import MountOptions
 from ckptfs_fuse.passthrough import Materialised, Passthrough
 from ckptfs_fuse.slow import Job, SlowWork
@@ -38,8 +38,6 @@ from ckptfs_fuse.table import Handle, Known, Listing, Table
 from ckptfs_fuse.wire import Op
 
 READ_BYTES_MAX = 1 << 20  # fs.fuse.max_pages_limit is 256 pages unless root raises it
-_GONE = frozenset({errno.ENODEV, errno.EBADF})  # unmounted
-_AGAIN = frozenset({errno.EINTR, errno.EAGAIN, errno.ENOENT})  # ENOENT: the request was interrupted before it was read
 
 Body = bytes
 Answer = Callable[["NativeServer", wire.Request, Body], bytes | None]
@@ -57,15 +55,7 @@ class _Channel:
         self.reply = memoryview(bytearray(wire.REPLY_HEADER_BYTES + READ_BYTES_MAX))
 
     def send(self, header: bytes, payload: bytes = b"") -> None:
-        _write(self.fd, header + payload)
-
-
-def _write(fd: int, reply: bytes | memoryview) -> None:
-    try:
-        os.write(fd, reply)
-    except OSError as error:
-        if error.errno not in _GONE | _AGAIN:  # the caller was interrupted, or everything was unmounted
-            raise
+        send(self.fd, header + payload)
 
 
 class NativeServer:
@@ -117,15 +107,15 @@ class NativeServer:
             request = wire.request(message)
             offer = wire.init_in(bytes(message[wire.HEADER_BYTES : length]))
             if request.op != Op.INIT:
-                _write(self._device_fd, wire.reply_header(request.unique, 0, errno.EIO))
+                send(self._device_fd, wire.reply_header(request.unique, 0, errno.EIO))
                 continue
             if offer.major != wire.MAJOR or offer.minor < wire.MINOR_OLDEST:
                 error = errno.EPROTO if offer.major <= wire.MAJOR else 0
                 payload = b"" if error else wire.init_version_only()
-                _write(self._device_fd, wire.reply_header(request.unique, len(payload), error) + payload)
+                send(self._device_fd, wire.reply_header(request.unique, len(payload), error) + payload)
                 continue
             payload = self._agree(offer)
-            _write(self._device_fd, wire.reply_header(request.unique, len(payload)) + payload)
+            send(self._device_fd, wire.reply_header(request.unique, len(payload)) + payload)
             return True
 
     def _agree(self, offer: wire.Init) -> bytes:
@@ -195,11 +185,11 @@ class NativeServer:
         def done(payload: bytes | None, error: BaseException | None) -> None:
             self._waiting.pop(unique, None)
             if error is None and payload is not None:
-                _write(self._device_fd, wire.reply_header(unique, len(payload)) + payload)
+                send(self._device_fd, wire.reply_header(unique, len(payload)) + payload)
                 return
             if error is not None and not isinstance(error, InterruptedError):
                 log_failure(what, error)
-            _write(self._device_fd, wire.reply_header(unique, 0, errno_of(error or OSError())))
+            send(self._device_fd, wire.reply_header(unique, 0, errno_of(error or OSError())))
 
         job = self._slow.submit(work, done)
         self._waiting[unique] = job
@@ -413,43 +403,8 @@ class NativeServer:
             channel.send(wire.reply_header(request.unique, 0, errno_of(error)))
 
     def _read_now(self, channel: _Channel, unique: int, handle: Handle, offset: int, size: int) -> None:
-        self._prefetch(handle, offset, size)
-        lent = handle.reader.lend(offset, size)
-        if lent is not None:
-            self._send_lent(channel, unique, lent, lambda view: handle.reader.read_into(offset, view[:size]))
-            return
-        start = wire.REPLY_HEADER_BYTES
-        count = handle.reader.read_into(offset, channel.reply[start : start + size])
-        wire.put_reply_header(channel.reply, unique, count)
-        _write(channel.fd, channel.reply[: start + count])
-
-    @staticmethod
-    def _send_lent(
-        channel: _Channel, unique: int, lent: list[memoryview], read: Callable[[memoryview], object]
-    ) -> None:
-        """Without a copy here. A page that cannot be had is EIO to the reader by then; reading it again says why."""
-        header = wire.reply_header(unique, sum(map(len, lent)))
-        try:
-            os.writev(channel.fd, [header, *lent])
-        except OSError as error:
-            if error.errno == errno.EFAULT:
-                read(channel.reply)
-            elif error.errno not in _GONE | _AGAIN:
-                raise
-
-    def _prefetch(self, handle: Handle, offset: int, size: int) -> None:
-        """Files are read from the disk ahead of a reader that goes on where it was: further, the longer it does."""
-        is_sequential = abs(offset - handle.expected) <= 2 * READ_BYTES_MAX  # readahead requests come out of order
-        handle.expected = offset + size
-        if not is_sequential:
-            handle.prefetched = handle.run_bytes = 0
-            return
-        handle.run_bytes += size
-        ahead = min(self._options.prefetch_kib * 1024, max(4 * READ_BYTES_MAX, 2 * handle.run_bytes))
-        if offset + size + ahead // 2 > handle.prefetched:
-            start = max(handle.prefetched, offset + size)
-            handle.prefetched = offset + size + ahead
-            handle.reader.prefetch(start, handle.prefetched - start)
+        handle.read_ahead(offset, size, self._options.prefetch_kib * 1024)
+        answer_read(channel.fd, unique, handle, offset, size, channel.reply)
 
     def _read_later(self, request: wire.Request, handle: Handle, offset: int, size: int) -> None:
         handle.take()
@@ -508,7 +463,7 @@ def _read_request(fd: int, message: bytearray) -> int:
         try:
             return os.readv(fd, [message])
         except OSError as error:
-            if error.errno in _GONE:
+            if error.errno in GONE:
                 return 0
-            if error.errno not in _AGAIN:
+            if error.errno not in AGAIN:
                 raise

@@ -15,6 +15,9 @@ from ckptfs.errors import StaleError
 from ckptfs.views.nodes import Dir, File, Node, Reader
 from ckptfs_fuse.answers import inode_number, version_of
 
+OUT_OF_ORDER_BYTES = 2 << 20  # as far apart come the kernel's readahead requests of one reader
+AHEAD_BYTES_MIN = 4 << 20
+
 
 @dataclass(slots=True)
 class Known:
@@ -47,6 +50,20 @@ class Handle:
         self.run_bytes = 0  # how much was read one after the other
         self._uses = 1
         self._lock = threading.Lock()
+
+    def read_ahead(self, offset: int, size: int, limit_bytes: int) -> None:
+        """Files are read from the disk ahead of a reader that goes on where it was: further, the longer it does."""
+        is_sequential = abs(offset - self.expected) <= OUT_OF_ORDER_BYTES
+        self.expected = offset + size
+        if not is_sequential:
+            self.prefetched = self.run_bytes = 0
+            return
+        self.run_bytes += size
+        ahead = min(limit_bytes, max(AHEAD_BYTES_MIN, 2 * self.run_bytes))
+        if offset + size + ahead // 2 > self.prefetched:
+            start = max(self.prefetched, offset + size)
+            self.prefetched = offset + size + ahead
+            self.reader.prefetch(start, self.prefetched - start)
 
     def take(self) -> None:
         with self._lock:

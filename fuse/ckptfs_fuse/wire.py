@@ -94,6 +94,7 @@ _HEADER = struct.Struct("=IIQQIIIHH")
 _REPLY = struct.Struct("=IiQ")
 _INIT_IN = struct.Struct("=IIII")
 _INIT_OUT = struct.Struct("=IIIIHHIIHHII24x")
+INIT_OUT_OLD_BYTES = 24  # before Linux 3.12
 _ATTR = struct.Struct("=QQQqqqIIIIIIIIII")
 _ENTRY = struct.Struct("=QQQQII")
 _ATTR_OUT = struct.Struct("=QII")
@@ -122,7 +123,7 @@ class Request(NamedTuple):
     pid: int
 
 
-def request(message: bytes | bytearray) -> Request:
+def request(message: bytes | bytearray | memoryview) -> Request:
     return Request(*_HEADER.unpack_from(message)[:7])
 
 
@@ -160,6 +161,42 @@ def init_out(offer: Init, flags: int, *, max_pages: int, max_background: int, st
         max_background, max_background * 3 // 4, WRITE_BYTES_MAX, 1, max_pages, 0,
         flags >> 32, stack_depth if flags & PASSTHROUGH else 0,
     )  # fmt: skip
+
+
+def request_bytes(request: Request, op: int, body: bytes) -> bytes:
+    """Another request of the same caller about the same node."""
+    head = (HEADER_BYTES + len(body), op, request.unique, request.nodeid, request.uid, request.gid, request.pid)
+    return _HEADER.pack(*head, 0, 0) + body
+
+
+def reply_payload(reply: bytes) -> tuple[int, bytes]:
+    """(a positive errno or 0, what follows the header)."""
+    return -int(_REPLY.unpack_from(reply)[1]), reply[REPLY_HEADER_BYTES:]
+
+
+def dirents_in(payload: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Each whole entry of a READDIR reply, with its name."""
+    at = 0
+    while at + _DIRENT.size <= len(payload):
+        length = _DIRENT.unpack_from(payload, at)[2]
+        end = at + _DIRENT.size + length + -length % 8
+        if end > len(payload):
+            return
+        yield payload[at:end], payload[at + _DIRENT.size : at + _DIRENT.size + length]
+        at = end
+
+
+def with_newer_abilities(reply: bytes, flags_more: int, max_pages: int) -> bytes:
+    """An answer to INIT, also a short one of an older library, that agrees to more: flags, and pages of a request."""
+    whole = bytearray(reply.ljust(REPLY_HEADER_BYTES + _INIT_OUT.size, b"\0"))
+    _, error, unique = _REPLY.unpack_from(whole)
+    major, minor, max_readahead, flags, *rest = _INIT_OUT.unpack_from(whole, REPLY_HEADER_BYTES)
+    if error or major != MAJOR or len(reply) < REPLY_HEADER_BYTES + INIT_OUT_OLD_BYTES:
+        return reply
+    rest[4] = max_pages
+    _REPLY.pack_into(whole, 0, len(whole), 0, unique)
+    _INIT_OUT.pack_into(whole, REPLY_HEADER_BYTES, major, minor, max_readahead, flags | flags_more, *rest)
+    return bytes(whole)
 
 
 def init_version_only() -> bytes:

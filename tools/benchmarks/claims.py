@@ -151,6 +151,7 @@ def _slice_goals(results: Results) -> Iterable[Goal]:
 
 
 HF = "hf/*.safetensors"
+PLAIN_CLASS = "fusepy, a plain class over the same tree"
 MOUNT_GOALS = (  # (what is read, state of the caches, backend, rate over that of plain files, in words)
     (f"{HF}, sequential", "cold", "fusepy", 0.80, "cold, sequential"),
     (f"{HF}, sequential", "cold", "native", 0.90, "cold, sequential"),
@@ -169,9 +170,10 @@ def _face_goals(results: Results) -> Iterable[Goal]:
         text = f"mount, {backend}, {words}: at least {least} of plain files"
         yield _goal(text, "mount", value, lambda v, least=least: v >= least)
     rows = results.rows("mount", f"{HF}, sequential", "warm:")
-    value = _ratio(rows, "fusepy, its own example", "ckptfs mount, fusepy")
-    text = "mount, fusepy, backing files cached: at least 3 times as fast as fusepy's own example"
-    yield _goal(text, "mount", value, lambda v: v >= 3)
+    for backend in ("fusepy", "native"):
+        value = _ratio(rows, PLAIN_CLASS, f"ckptfs mount, {backend}")
+        text = f"mount, {backend}, backing files cached: at least 3 times as fast as a plain class of fusepy"
+        yield _goal(text, "mount", value, lambda v: v >= 3)
     rows = results.rows("cold start", "from_pretrained to the first token")
     for system, row in rows.items():
         if system != "plain folder" and "plain folder" in rows:

@@ -2,7 +2,8 @@
 
 "cold": neither the mount nor the disk's page cache has the bytes (looked at page by page before each). "backing
 cached": the step's own files are in the page cache, the mount's are not. "again": the second read of the same mount.
-Beside it: fusepy as its own example uses it, over the plain copy; and the native backend with a copy of hot files.
+Beside it: fusepy as its own example uses it, over the plain copy; fusepy with a plain class over the very tree that our
+mounts show; and the native backend with a copy of hot files.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks import results
+from benchmarks.claims import PLAIN_CLASS
 from benchmarks.machine import evict, files_of
 from benchmarks.model import State, shapes, size_of
 
@@ -34,6 +36,7 @@ BACKENDS = ("native", "fusepy")
 _BLOCK = memoryview(bytearray(1 << 20))
 _HF = "hf/*.safetensors"
 _HOT = "ckptfs mount, native, hot files copied"
+STOCK = "fusepy, its own example"
 _FILES = 10_000
 _STOCK = """
 import os, sys
@@ -51,6 +54,38 @@ class Loopback(fuse.Operations):
     def read(self, path, size, offset, fh): return os.pread(fh, size, offset)
 
 fuse.FUSE(Loopback(sys.argv[1]), sys.argv[2], foreground=True, ro=True)
+"""
+
+
+# The same tree as our own mounts show, as a class for fusepy is written: methods that return attributes and bytes.
+_PLAIN_CLASS = """
+import errno, itertools, stat, sys
+import fuse
+from ckptfs.views import Dir, Link, open_root
+from ckptfs.views.nodes import resolve
+
+class Views(fuse.Operations):
+    def __init__(self, root): self.root, self.readers, self.numbers = root, {}, itertools.count(1)
+    def node(self, path):
+        try: return resolve(self.root, path)
+        except Exception: raise fuse.FuseOSError(errno.ENOENT)
+    def getattr(self, path, fh=None):
+        node = self.node(path)
+        if isinstance(node, Dir): return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2}
+        if isinstance(node, Link): return {"st_mode": stat.S_IFLNK | 0o777, "st_nlink": 1}
+        return {"st_mode": stat.S_IFREG | 0o444, "st_nlink": 1, "st_size": node.size}
+    def readdir(self, path, fh): return [".", "..", *self.node(path).children()]
+    def open(self, path, flags):
+        number = next(self.numbers)
+        self.readers[number] = self.node(path).open()
+        return number
+    def release(self, path, fh): self.readers.pop(fh).close()
+    def read(self, path, size, offset, fh):
+        data = bytearray(size)
+        count = self.readers[fh].read_into(offset, memoryview(data))
+        return bytes(data[:count])
+
+fuse.FUSE(Views(open_root(sys.argv[1])), sys.argv[2], foreground=True, ro=True)
 """
 
 
@@ -121,8 +156,10 @@ def measure_mounts(options: Options, folder: Path) -> None:
     for backend in BACKENDS:
         with _reported(options, f"ckptfs mount, {backend}"), mounted(run, folder / backend, backend) as here:
             _compare(options, plain, Place(f"ckptfs mount, {backend}", here), step)
-    with _reported(options, "fusepy, its own example"), _stock(copy, folder / "stock") as here:
-        _compare(options, plain, Place("fusepy, its own example", here), copy, mmap_too=False)
+    with _reported(options, STOCK), _served(_STOCK, str(copy), folder / "stock") as here:
+        _compare(options, plain, Place(STOCK, here), copy, mmap_too=False)
+    with _reported(options, PLAIN_CLASS), _served(_PLAIN_CLASS, f"{run}@1", folder / "class") as here:
+        _compare(options, plain, Place(PLAIN_CLASS, here), step, mmap_too=False)
     hot = ("materialise_after_opens=1", f"materialise_bytes={2 * size_of(options.size)}")
     with _reported(options, _HOT), mounted(run, folder / "hot", "native", *hot) as here:
         _warm_up(here)
@@ -142,9 +179,9 @@ def _reported(options: Options, system: str) -> Iterator[None]:
 
 
 @contextmanager
-def _stock(root: Path, folder: Path) -> Iterator[Path]:
+def _served(program: str, what: str, folder: Path) -> Iterator[Path]:
     folder.mkdir()
-    server = subprocess.Popen([sys.executable, "-c", _STOCK, str(root), str(folder)])
+    server = subprocess.Popen([sys.executable, "-c", program, what, str(folder)])
     try:
         deadline = time.monotonic() + 20
         while not os.path.ismount(folder):

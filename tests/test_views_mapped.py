@@ -124,8 +124,15 @@ def test_more_than_fits_comes_through_the_page_cache(tmp_path):
     assert mapped._ahead._made <= BUFFERS
 
 
-def test_windows_that_nobody_comes_for_give_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(mapped, "FORGOTTEN_S", 0.0)
+def bring_all(file):
+    """Which windows there are when everything that was asked for is there."""
+    file.bring(0, len(file.view))
+    for window in list(file._windows.values()):
+        assert window.ready.wait(30)
+    return set(file._windows)
+
+
+def test_windows_that_nobody_comes_for_give_way(tmp_path):
     paths = [tmp_path / "first", tmp_path / "second"]
     contents = [make(path, BUFFERS * WINDOW_BYTES, seed) for seed, path in enumerate(paths)]
     if not takes_direct_requests(paths[0]):
@@ -133,11 +140,16 @@ def test_windows_that_nobody_comes_for_give_way(tmp_path, monkeypatch):
     for path in paths:
         forget(path)
     first, second = map(opened, paths)
-    for file in (first, second):
-        file.bring(0, BUFFERS * WINDOW_BYTES)
-        for window in list(file._windows.values()):
-            assert window.ready.wait(30)
-    assert second._windows
+    kept = bring_all(first)
+    assert bring_all(second) - kept == set()  # the first came a moment ago, and is left alone
+    for window in list(first._windows.values()):
+        window.used_s = 0.0
+        del window
+    del second  # what is mapped can't be forgotten
+    forget(paths[1])
+    second = opened(paths[1])
+    assert bring_all(second)
+    assert set(first._windows) < kept
     for file, expected in ((first, contents[0]), (second, contents[1])):
         assert b"".join(file.lent(5, 9_000_000)) == expected[5:9_000_005]
 

@@ -265,7 +265,8 @@ class LazyArray(ABC):
         torch = sys.modules.get("torch")
         if not isinstance(out, np.ndarray) and not (torch and isinstance(out, torch.Tensor)):
             raise MismatchError(f"{self.name}: cannot read into a {type(out).__name__}: give a numpy array or a tensor")
-        if dtypes.of(out.dtype) is not self.element:
+        same = self.element.native and out.dtype == self.element.carrier  # what is asked most, without a look-up
+        if not same and dtypes.of(out.dtype) is not self.element:
             raise MismatchError(
                 f"{self.name} holds {self.element.name}, the destination {out.dtype}: "
                 "read into the same type, then convert"
@@ -289,25 +290,28 @@ class LazyArray(ABC):
 
     def take(self, ready: Data, out: Any) -> bool:
         """Copy what is at hand into an ordinary destination; False: look closer."""
+        pair = self.landing(ready, out)
+        if pair is None:
+            return False
+        np.copyto(*pair)
+        return True
+
+    def landing(self, ready: Data, out: Any) -> tuple[Data, Data] | None:
+        """An ordinary destination and what is at hand for it, as one type; None: look closer."""
         if type(out) is np.ndarray:
             if out.shape != ready.shape or not out.flags.writeable or 0 in out.strides:
-                return False
+                return None
             if out.dtype == ready.dtype and self.element.native:
-                np.copyto(out, ready)
-                return True
-            if out.dtype != self.element.numpy:
-                return False
-            np.copyto(out.view(ready.dtype), ready)
-            return True
+                return out, ready
+            return (out.view(ready.dtype), ready) if out.dtype == self.element.numpy else None
         torch = sys.modules.get("torch")
         if torch is None or type(out) is not torch.Tensor or not out.is_cpu:
-            return False
+            return None
         if tuple(out.shape) != ready.shape or out.dtype != self.element.torch or 0 in out.stride():
-            return False
+            return None
         if out.is_conj() or out.is_neg():
-            return False
-        np.copyto(as_numpy(out.detach()), ready.view(self.element.carrier))
-        return True
+            return None
+        return as_numpy(out.detach()), ready.view(self.element.carrier)
 
     def _into(self, selection: Selection, out: Data) -> None:
         parts, finish = self._parts(selection, out)

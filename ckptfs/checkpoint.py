@@ -9,7 +9,7 @@ import operator
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -20,7 +20,7 @@ from ckptfs.box import Box, strides_of
 from ckptfs.errors import CkptError, FormatError, MismatchError, NotFoundError, StaleError
 from ckptfs.loadplan import GAP_BYTES
 from ckptfs.manifest import NAME, Manifest, Param
-from ckptfs.read import Reader, Target, check_verify
+from ckptfs.read import Job, Reader, Target, check_verify
 from ckptfs.saveplan import matches
 from ckptfs.settings import Settings
 from ckptfs.shards import Held, as_numpy, hold
@@ -64,6 +64,46 @@ class Array(LazyArray):
         window = self._window
         if (window is None or not window.file.whole()) and (window := self._look()) is None:
             return None
+        part = self._part(window, index)
+        if part is None or (part.nbytes >= self._unchecked_bytes and not self._checked(window.data, part)):
+            return None
+        window.count(part.nbytes)
+        return part
+
+    def hand_over(self, index: Any, out: Any) -> Job | None:
+        """What copies a part that is at hand, and checks it, as a job of several; None: it is to be read."""
+        window = self._window
+        if (window is None or not window.file.whole()) and (window := self._look()) is None:
+            return None
+        part = self._part(window, index)
+        pair = None if part is None else self.landing(part, out)
+        if part is None or pair is None:
+            return None
+        if part.nbytes < self._unchecked_bytes:
+            check = None
+        elif self._checkable(part):
+            check = self._start_of(window.data, part)
+        else:
+            return None
+        return part.nbytes, partial(self._copy, window, part, pair, check, partial(self._fill_again, index, out))
+
+    def _fill_again(self, index: Any, out: Any) -> None:
+        parts, finish = self.parts(index, out)
+        self.fill(parts)
+        finish()
+
+    def _copy(
+        self, window: Window, part: Data, pair: tuple[Data, Data], start: int | None, otherwise: Callable[[], None]
+    ) -> None:
+        if not window.file.intact():  # closed meanwhile, because many others were opened; or cut
+            otherwise()
+            return
+        np.copyto(*pair)
+        if start is not None:
+            self._checkpoint.check_window(self.param, start, part)
+        window.count(part.nbytes)
+
+    def _part(self, window: Window, index: Any) -> Data | None:
         for item in index if type(index) is tuple else (index,):
             if type(item) is not slice and type(item) is not int and item is not Ellipsis and item is not None:
                 return None
@@ -71,12 +111,8 @@ class Array(LazyArray):
             part = window.data[index]
         except (IndexError, TypeError, ValueError):
             return None  # the long way says what is wrong
-        if type(part) is not np.ndarray or part.nbytes > AT_HAND_BYTES:
-            return None  # a single element, or more than one thread should copy
-        if part.nbytes >= self._unchecked_bytes and not self._checked(window.data, part):
-            return None
-        window.count(part.nbytes)
-        return part
+        # A single element, or more than one thread should copy, is not at hand.
+        return part if type(part) is np.ndarray and part.nbytes <= AT_HAND_BYTES else None
 
     def _look(self) -> Window | None:
         """A window, if the array is in the page cache; what is not there is not asked for again at once."""
@@ -90,14 +126,27 @@ class Array(LazyArray):
 
     def _checked(self, whole: Data, part: Data) -> bool:
         """Check the whole extents in a part; False where that is not simple."""
+        if not self._checkable(part):
+            return False
+        start = self._start_of(whole, part)
+        if start is not None:
+            self._checkpoint.check_window(self.param, start, part)
+        return True
+
+    def _checkable(self, part: Data) -> bool:
+        """Whether it is simple to say which extents lie whole in a part."""
         layout = self.param.layout
         if part.flags.c_contiguous:
-            if part.nbytes == layout.nbytes != layout.logical_bytes:
-                return False  # the padding belongs to the last extent, which is to be checked too
-            start = part.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
-            self._checkpoint.check_window(self.param, start, part)
-            return True
+            # Of all with padding not: the padding belongs to the last extent, which is to be checked too.
+            return not part.nbytes == layout.nbytes != layout.logical_bytes
         return part.ndim == 2 and min(part.strides) > 0 and part.shape[1] * part.itemsize < self._unchecked_bytes
+
+    def _start_of(self, whole: Data, part: Data) -> int | None:
+        """Where a part that is one run begins; None: its runs are shorter than any extent."""
+        if not part.flags.c_contiguous:
+            return None
+        start: int = part.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+        return start
 
     def fill(self, parts: Sequence[Part]) -> None:
         work = [(self.param, [Target(box, out)]) for box, out in parts]
@@ -211,13 +260,32 @@ class Checkpoint(Mapping[str, Array]):
 
     def read(self, pieces: Iterable[tuple[str, Any, Any]]) -> None:
         """Many slices at once, (name, index, destination) each: as `Array.read`, all requests under way together."""
+        wanted = [(self[name], index, out) for name, index, out in pieces]
+        if self.verify == "full":
+            self._read_planned(wanted)
+            return
+        after: list[Callable[[], None]] = []
+
+        def found() -> Iterator[Job | tuple[Param, list[Target]]]:
+            for array, index, out in wanted:
+                job = array.hand_over(index, out)
+                if job is not None:
+                    yield job
+                    continue
+                parts, finish = array.parts(index, out)
+                for box, data in parts:
+                    yield array.param, [Target(box, data)]
+                after.append(finish)
+
+        nbytes = sum(out.nbytes for _, _, out in wanted if hasattr(out, "nbytes"))
+        self._reader.read_slices(found(), nbytes, verify=self.verify)
+        for finish in after:
+            finish()
+
+    def _read_planned(self, wanted: Sequence[tuple[Array, Any, Any]]) -> None:
         work: list[tuple[Param, list[Target]]] = []
         after: list[Callable[[], None]] = []
-        for name, index, out in pieces:
-            array = self[name]
-            ready = array.at_hand(index)
-            if ready is not None and array.take(ready, out):
-                continue
+        for array, index, out in wanted:
             parts, finish = array.parts(index, out)
             work += [(array.param, [Target(box, data)]) for box, data in parts]
             after.append(finish)

@@ -54,6 +54,7 @@ _CARRIERS = {size: np.dtype(name) for size, name in {1: "u1", 2: "u2", 4: "u4", 
 _CORES = os.cpu_count() or 1
 _END: Job = (0, lambda: None)
 _SMALL_TOGETHER = 64  # requests below the size that goes past the page cache, in one job
+_AT_MOST = 2  # times `read_threads` where requests are short: 8 threads read a cold rank's part 1.1 times as fast as 4
 _RUNS = 256  # shorter runs that one job reads
 
 
@@ -108,7 +109,7 @@ class Reader:
         """Threads that stay: starting them anew takes as long as a megabyte."""
         with self._pool_lock:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(max(1, self.settings.read_threads - 1), "ckptfs-read")
+                self._threads = ThreadPoolExecutor(_AT_MOST * self.settings.read_threads - 1, "ckptfs-read")
             return self._threads
 
     def count(self, nbytes: int, extents: int = 0) -> None:
@@ -149,13 +150,64 @@ class Reader:
             jobs = self._together(wanted)
         else:
             jobs = (job for param, targets in wanted for job in self._slices(param, targets, verify))
-        self._run(jobs, sum(target.out.nbytes for _, targets in wanted for target in targets), progress)
+        self.run(jobs, sum(target.out.nbytes for _, targets in wanted for target in targets), progress)
 
-    def _run(self, jobs: Iterator[Job], nbytes: int, progress: Callable[[int], None]) -> None:
+    def read_slices(self, wanted: Iterable[Job | tuple[Param, list[Target]]], nbytes: int, *, verify: str) -> None:
+        """Many slices, planned while they are read. An error leaves those filled that were read before it.
+
+        Their requests are short, and between them a thread plans, copies and checks: more threads keep the disk busy.
+        """
+        self.run(self._many(wanted, verify), nbytes, threads=_AT_MOST * self.settings.read_threads)
+
+    def _many(self, wanted: Iterable[Job | tuple[Param, list[Target]]], verify: str) -> Iterator[Job]:
+        """Many slices (or jobs) as jobs, while they are planned; small cold ones are asked for now and done last.
+
+        Each of those would wait for the disk as long as for a megabyte.
+        """
+        small: list[Job] = []
+        for one in wanted:
+            if isinstance(one[0], int):
+                yield one
+                continue
+            param, targets = one
+            job = self._small(param, targets, verify == "extents") if len(targets) == 1 else None
+            if job is None:
+                yield from self._slices(param, targets, verify)
+            else:
+                small.append(job)
+        yield from small
+
+    def _small(self, param: Param, targets: Sequence[Target], check: bool) -> Job | None:
+        """One short run, which the disk begins to bring into the page cache now; None: something else."""
+        box, out = targets[0].box, targets[0].out
+        if not 0 < out.nbytes < DIRECT_MIN_BYTES or not self._mappable or param.codec is not None:
+            return None
+        run = contiguous(param.layout, box) if out.flags.c_contiguous else None
+        if run is None or (
+            check and _is_whole(param, targets[0]) and param.layout.nbytes != param.layout.logical_bytes
+        ):
+            return None
+        request = _request(param, *run, check)
+        file = self._take(param, request.file)
+        try:
+            os.posix_fadvise(file.fd, request.offset, request.length, os.POSIX_FADV_WILLNEED)
+        finally:
+            self._opened().give(file)
+        return out.nbytes, partial(self._fetch_run, param, request, out.reshape(-1).view(np.uint8))
+
+    def run(
+        self,
+        jobs: Iterator[Job],
+        nbytes: int,
+        progress: Callable[[int], None] = lambda done: None,
+        threads: int | None = None,
+    ) -> None:
         """All jobs, on this thread and some helpers: the first are done while the later ones are planned.
 
         The first error ends it, when nobody writes any more.
         """
+        if self._process != os.getpid():
+            self._start()
         done, over = 0, False
         planning, counting = threading.Lock(), threading.Lock()
 
@@ -177,9 +229,9 @@ class Reader:
 
         helpers = []
         if nbytes >= _THREADS_FROM_BYTES:
-            threads = self._helpers()
-            count = min(self.settings.read_threads, -(-nbytes // _PART_BYTES)) - 1
-            helpers = [threads.submit(work, lambda _: None) for _ in range(count)]
+            pool = self._helpers()
+            count = min(threads or self.settings.read_threads, -(-nbytes // _PART_BYTES)) - 1
+            helpers = [pool.submit(work, lambda _: None) for _ in range(count)]
         try:
             work(progress)
         finally:

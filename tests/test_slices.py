@@ -474,6 +474,55 @@ def test_many_slices_at_once(scattered):
             ck.read([piece])
 
 
+@pytest.mark.parametrize("verify", ["extents", "none", "full"])
+def test_many_slices_cold_warm_and_damaged_are_each_as_they_would_be_alone(tmp_path, verify):
+    made = np.random.default_rng(0)
+    arrays = {f"a{i}": made.standard_normal((64 * (i % 5 + 1), 1000)).astype("f4") for i in range(20)}
+    arrays |= {f"norm{i}": made.standard_normal(1000 + i).astype("f4") for i in range(9)}
+    ckptfs.Run(tmp_path / "run").save(1, arrays)
+    with ckptfs.Checkpoint(tmp_path / "run" / "step-00000001", verify=verify) as ck:
+        for number, name in enumerate(arrays):
+            if number % 3 == 0:
+                evict(ck, name)
+            elif number % 3 == 1:
+                ck[name].numpy()
+        before = ck.bytes_read
+        pieces = [(name, (slice(len(a) // 8, None),), np.zeros_like(a[len(a) // 8 :])) for name, a in arrays.items()]
+        ck.read(pieces)
+        for name, index, out in pieces:
+            assert np.array_equal(out, arrays[name][index]), name
+        exact = sum(out.nbytes for *_, out in pieces)
+        assert ck.bytes_read - before == exact or verify == "full"
+    damage = next((tmp_path / "run" / "step-00000001" / "norm7").glob("c*"))
+    with damage.open("r+b") as file:
+        file.seek(2000)
+        file.write(b"\x01\x02\x03\x04")
+    for warm in (False, True):
+        with ckptfs.Checkpoint(tmp_path / "run" / "step-00000001", verify=verify) as ck:
+            damage.read_bytes()
+            if not warm:
+                evict(ck, "norm7")
+            whole = [(name, ..., np.zeros_like(a)) for name, a in arrays.items()]
+            if verify == "none":
+                ck.read(whole)
+                continue
+            with pytest.raises(CorruptError, match="norm7"):
+                ck.read(whole)
+
+
+def test_a_file_that_is_closed_between_look_and_copy_is_read_again(tmp_path):
+    data = np.arange(4000, dtype="f4").reshape(40, 100)
+    ckptfs.Run(tmp_path / "run").save(1, {"w": data})
+    with ckptfs.Checkpoint(tmp_path / "run" / "step-00000001") as ck:
+        out = np.zeros((5, 100), "f4")
+        ck["w"].numpy((0,))
+        nbytes, job = ck["w"].hand_over((slice(5, 10),), out)
+        ck.close()
+        job()
+        assert nbytes == out.nbytes
+        assert np.array_equal(out, data[5:10])
+
+
 # --- checksums -------------------------------------------------------------------------------------------------------
 
 

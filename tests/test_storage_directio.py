@@ -136,9 +136,9 @@ def test_writers_of_disjoint_ranges_make_the_file(tmp_path, cuts, first, seed, s
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    offset=st.integers(0, 2 * BIG),
+    offset=st.integers(0, 2 * BIG) | st.integers(0, 4 * BIG // PAGE).map(lambda n: n * 512),
     nbytes=st.integers(0, 3 * BIG),
-    shift=st.integers(0, PAGE),
+    shift=st.integers(0, PAGE) | st.integers(0, 8).map(lambda n: n * 512),
     cold=st.booleans(),
     scratch=st.booleans(),
 )

@@ -48,6 +48,7 @@ class OpenFile:
         self.users = 0
         self.whole_until = 0.0  # until then all of the file is taken to be in the page cache
         self._ask_at = 0.0
+        self._nothing_until = 0.0
         self._seen: dict[int, float] = {}  # region → until when it is taken to be there
         self._bytes: np.ndarray[Any, Any] | None = None
         self._lock = threading.Lock()
@@ -85,13 +86,19 @@ class OpenFile:
         if now >= self.whole_until:
             if now < self._ask_at or not self.size:
                 return False
-            if not self._cached(0, self.size):
+            cached = cached_pages(self.fd, 0, self.size)
+            if cached < -(-self.size // _PAGE):
                 self._ask_at = now + _ASK_AGAIN_S
+                self._nothing_until = 0.0 if cached else self._ask_at
                 return False
             self.whole_until = now + TRUSTED_S
             if self._bytes is None and self.size <= _POPULATE_BYTES:
                 self.populate(0, self.size)  # one call instead of a page fault for every 64 KiB
         return self.intact()
+
+    def cold(self) -> bool:
+        """Whether nothing of the file was in the page cache a moment ago."""
+        return time.monotonic() < self._nothing_until
 
     def holds(self, offset: int, length: int) -> bool:
         """Whether all of a range is in the page cache, and the file is what was opened."""
@@ -99,6 +106,8 @@ class OpenFile:
             return False
         if self.whole():
             return True
+        if self.cold():
+            return False
         if length > 4 * REGION_BYTES:
             return self._cached(offset, length) and self.intact()
         # Asking the kernel about 2 MiB takes longer than copying 64 KiB out of them: regions are remembered.
@@ -154,7 +163,7 @@ class OpenFiles:
             return
         file = self.take(path)
         try:
-            file.reader.read_into(offset, view)
+            file.reader.read_into(offset, view, cold=file.cold())
         finally:
             self.give(file)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from ckptfs.storage.directio import Buffer, BufferPool, address_of, mapped_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from ckptfs.array import Data
     from ckptfs.box import Box
     from ckptfs.grid import Layout
     from ckptfs.saveplan import SavePlan
@@ -89,6 +91,9 @@ def fill(layout: Layout, pieces: Iterable[tuple[Box, Any]], start: int, stop: in
     size = layout.itemsize
     flat = np.frombuffer(into, dtype={1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}[size])
     arrays = [(box, as_numpy(data)) for box, data in pieces]
+    if len(arrays) == 1 and (run := _run_of(layout, *arrays[0], start, stop)) is not None:
+        np.copyto(flat, run)
+        return
     for offset, valid, padded in layout.parts(start, stop):
         out = flat[offset // size : offset // size + padded.size].reshape(padded.shape)
         if valid.shape != padded.shape:
@@ -104,6 +109,18 @@ def fill(layout: Layout, pieces: Iterable[tuple[Box, Any]], start: int, stop: in
                 np.copyto(out[to], data[source])
         if missing:  # a plan that gives a rank what it does not hold would store whatever the buffer held before
             raise CkptError(f"{missing} elements at {valid} are not held by this rank: the ranks' plans disagree")
+
+
+def _run_of(layout: Layout, box: Box, data: Data, start: int, stop: int) -> Data | None:
+    """The elements of stored bytes [start, stop) where they lie in the data one after the other: rows of both."""
+    shape = layout.shape
+    if not shape or stop > layout.nbytes or layout.block[1:] != shape[1:] or not data.flags.c_contiguous:
+        return None
+    if box.shape[1:] != shape[1:]:
+        return None
+    first = start // layout.itemsize - box.start[0] * prod(shape[1:])
+    last = first + (stop - start) // layout.itemsize
+    return data.reshape(-1)[first:last] if first >= 0 and last <= data.size else None
 
 
 class Started:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,6 +92,7 @@ def node_path(components: Sequence[str]) -> str:
     return "/".join(escape(component, top=at == 0) for at, component in enumerate(components))
 
 
+@lru_cache(maxsize=1 << 16)  # asked for several times a save, and in every save
 def path_of_name(name: str) -> str:
     """The node path of a parameter's name: components joined by "/", escaped as ckptfs.tree does it."""
     return "/".join(_node_of(part, name, top=at == 0) for at, part in enumerate(name.split("/")))

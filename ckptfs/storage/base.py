@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -90,11 +91,14 @@ class Store(ABC):
         return True
 
 
+_UNSAFE = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)|\0")  # a segment that is empty, "." or ".."; a null byte
+
+
 def check_path(path: str, *, empty_ok: bool = False) -> str:
     """The path itself if it stays inside its store; StorageError otherwise."""
     if not path and empty_ok:
         return path
-    if "\0" in path or any(segment in ("", ".", "..") for segment in path.split("/")):
+    if _UNSAFE.search(path):
         raise StorageError(
             f"{path!r} is not a path inside a store: use relative segments separated by '/', none empty, '.' or '..'"
         )

@@ -3,13 +3,18 @@
 An iteration is: a fixed number of matrix products on one core (forward and backward), the optimizer's update of every
 parameter, the call that begins a save. A save is under way when the clock starts, so that every counted iteration
 meets the one before it. Before a new save, a system waits for its previous one.
+
+Beside it, one rank with a core to spare: how much slower the same work gets while a save runs, and why.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +46,9 @@ class Saving:
     def finish(self) -> None:
         pass
 
-    def waited_in_update_s(self) -> float:
-        return 0.0
+    def under_way(self) -> bool:
+        """Whether the save that `begin` began still runs."""
+        return False
 
     def folders(self, number: int) -> list[Path]:
         return [self.ranks.folder / f"{type(self).__name__}-{number}"]
@@ -81,6 +87,9 @@ class DcpAsync(Saving):
             async_stager=self._stager,
         )
 
+    def under_way(self) -> bool:
+        return self._future is not None and not getattr(self._future, "upload_completion", self._future).done()
+
     def finish(self) -> None:
         if self._future is not None:
             getattr(self._future, "upload_completion", self._future).result()
@@ -98,6 +107,9 @@ class CkptfsSync(Saving):
 
     def begin(self, number: int) -> None:
         self._run.save(number, {"model": self.tensors})
+
+    def under_way(self) -> bool:
+        return self._save is not None and not self._save.done
 
     def finish(self) -> None:
         if self._save is not None:
@@ -252,3 +264,115 @@ def _loop(
             ranks.measure("save alone", way.name, state.total_bytes, turn, cost, blocked_s=blocked, cache="durable")
         )
     return number + len(numbers)
+
+
+# --- a core to spare -------------------------------------------------------------------------------------------------
+
+PAIRS = 3  # saves a repetition, each after as much work with nothing beside it
+PLAIN_S = 0.4
+UNIT_FLOP = 2.5e8  # about 5 ms
+BESIDE = (DcpAsync, CkptfsSnapshot, CkptfsLazy)
+# They stay in the caches of a core: operations of 0.6 ms, and such short ones that the interpreter is always wanted.
+PRODUCTS = (256, 64)
+
+
+def beside_name(size: int) -> str:
+    return f"computing beside a save, products of {size} × {size}"
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds that one unit of work took; of these, on the processor, and waiting for one."""
+
+    wall_s: float
+    cpu_s: float
+    queue_s: float
+
+
+class Products:
+    """Matrix products in this thread, one by one as a loop in Python does them."""
+
+    def __init__(self, size: int) -> None:
+        import torch
+
+        a, b, out = torch.randn(size, size), torch.randn(size, size), torch.empty(size, size)
+        count = max(1, round(UNIT_FLOP / (2 * size**3)))
+
+        def unit() -> None:
+            for _ in range(count):
+                torch.mm(a, b, out=out)
+
+        self._unit = unit
+
+    def until(self, over: Callable[[], bool]) -> Spent:
+        count, begin, (cpu_ns, queue_ns) = 0, time.perf_counter(), _scheduled_ns()
+        while not count or not over():
+            self._unit()
+            count += 1
+        wall_s, (cpu_after_ns, queue_after_ns) = time.perf_counter() - begin, _scheduled_ns()
+        return Spent(wall_s / count, (cpu_after_ns - cpu_ns) / 1e9 / count, (queue_after_ns - queue_ns) / 1e9 / count)
+
+
+def _scheduled_ns() -> tuple[int, int]:
+    """How long this thread has had a processor, and how long it has been ready and waited for one."""
+    cpu, queue, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
+    return int(cpu), int(queue)
+
+
+def beside(ranks: Ranks) -> None:
+    """One rank, whose loop computes on one core while saves have another."""
+    plan = ranks.plan
+    if len(os.sched_getaffinity(0)) < 2:
+        ranks.skip("computing beside a save", "there is only one core")
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for DCP
+    state = State(shapes(size_of(plan.size)), 0, 1)
+    optimizer = _optimizer(list(state.local.values()))
+    ways = [
+        kind(ranks, dict(state.local), optimizer) for kind in BESIDE if not plan.systems or kind.name in plan.systems
+    ]
+    work = {size: Products(size) for size in PRODUCTS}
+    number = 0
+    for turn in range(-1, plan.repetitions):
+        ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
+        for way in ways[(turn + 1) % len(ways) :] + ways[: (turn + 1) % len(ways)]:
+            for size in PRODUCTS if turn >= 0 else PRODUCTS[:1]:
+                found = []
+                for _ in range(PAIRS if turn >= 0 else 1):
+                    number += 1
+                    found.append(_pair(ranks, way, work[size], optimizer, number))
+                if turn >= 0:
+                    _note_pairs(ranks, way, size, state.total_bytes, turn, found)
+
+
+def _pair(ranks: Ranks, way: Saving, work: Products, optimizer: Any, number: int) -> tuple[Spent, Spent, float]:
+    """The work alone, then while a save runs; how long that took."""
+    end = time.perf_counter() + PLAIN_S
+    alone = work.until(lambda: time.perf_counter() > end)
+    way.begin(number)
+    begin = time.perf_counter()
+    busy = work.until(lambda: not way.under_way())
+    took_s = time.perf_counter() - begin
+    optimizer.step()
+    way.finish()
+    ranks.remove(*way.folders(number))
+    return alone, busy, took_s
+
+
+def _note_pairs(
+    ranks: Ranks, way: Saving, size: int, nbytes: int, turn: int, found: list[tuple[Spent, Spent, float]]
+) -> None:
+    def median(pick: Callable[[Spent, Spent], float]) -> float:
+        return statistics.median(pick(alone, busy) for alone, busy, _ in found)
+
+    detail = {
+        "slower": median(lambda alone, busy: busy.wall_s / alone.wall_s - 1),
+        "processor": median(lambda alone, busy: (busy.cpu_s - alone.cpu_s) / alone.wall_s),
+        "queue": median(lambda alone, busy: (busy.queue_s - alone.queue_s) / alone.wall_s),
+        "save_s": statistics.median(took_s for _, _, took_s in found),
+    }
+    cost = Cost(median(lambda _, busy: busy.wall_s))
+    ranks.note(ranks.measure(beside_name(size), way.name, nbytes, turn, cost, detail=detail))
+    ranks.say(f"slower by {detail['slower']:.1%}")

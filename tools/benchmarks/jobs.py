@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,8 @@ def small(options: Options) -> None:
 def asynchronous(options: Options) -> None:
     with workspace(options.folder, options.size, 3) as folder:
         launch(options, "async", "training", 2, folder)
+        half = replace(options, size=str(size_of(options.size) // 2))  # as much a rank
+        launch(half, "beside", "training", 1, folder)
     note_memcpy(options, "training")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.asyncwork import PRODUCTS, beside_name
 from benchmarks.claims import goals, goals_section, with_claims
 from benchmarks.results import Measure, RunFacts, Skip, read
 
@@ -266,11 +267,30 @@ def training_section(results: Results) -> str:
         "*waited*: the call that begins a save (with its wait for the previous one), and what the optimizer's update "
         "took longer than without checkpoints. *alone*: one save with nothing beside it.\n"
     )
+    out.append(beside_table(results))
     return "\n".join([*out, skip_lines(results, "training")])
 
 
-def _alone(row: Row) -> str:
-    return f"{seconds_text(row.median(lambda m: m.blocked_s) or 0)} / {seconds_text(row.seconds)}"
+def beside_table(results: Results) -> str:
+    """What a loop on one core loses while a save has another one."""
+    lines = []
+    for size in PRODUCTS:
+        for system, row in results.rows("training", beside_name(size)).items():
+            slower, processor, queue, save_s = (
+                row.median(lambda m, key=key: m.detail.get(key)) or 0.0  # type: ignore[misc]
+                for key in ("slower", "processor", "queue", "save_s")
+            )
+            shares = (slower, processor, queue, slower - processor - queue)
+            lines.append([system, f"{size} × {size}", *(f"{share:.1%}" for share in shares), seconds_text(save_s)])
+    if not lines:
+        return ""
+    head = ["way", "products", "slower by", "memory and caches", "another thread on its core", "the interpreter"]
+    return (
+        "One rank, half of the bytes, a loop of matrix products on one core while a save runs on another: how much "
+        "longer the same work takes. *Memory and caches*: more time on the processor for the same work. *The "
+        "interpreter*: what remains, mostly waiting for Python's lock after each product.\n\n"
+        + table([*head, "save"], lines)
+    )
 
 
 def slice_section(results: Results) -> str:

@@ -374,6 +374,7 @@ def main() -> None:
         "reshard": reshard,
         "small": small,
         "async": asyncwork.asynchronous,
+        "beside": asyncwork.beside,
         "slice": slices.slices,
     }
     begin = time.perf_counter()

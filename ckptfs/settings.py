@@ -25,6 +25,7 @@ class Settings:
     enter_timeout_s: float = 600.0  # how long the leader waits for a rank to enter a save
     progress_timeout_s: float = 120.0  # how long a rank may stand still before a save is given up
     silence_timeout_s: float = 30.0  # how long a rank may give no sign of life (dead, stopped) before that
-    # Whether ranks that hold the same write the part of one that fails: "off"; "free" where it costs training nothing
-    # (synchronous and lazy saves); "always": snapshots copy that part too, if the staging memory has room.
-    takeover: Literal["off", "free", "always"] = "free"
+    # Whether ranks that hold the same write the part of one that fails. "always": each rank of a background save copies
+    # that part too, before training goes on, if the staging memory has room. "free": only while nobody waits, so not in
+    # snapshots. "off": the save fails.
+    takeover: Literal["always", "free", "off"] = "always"

@@ -59,7 +59,10 @@ class Spare:
         self._kept: list[tuple[Job, Any, list[Any]]] = []
 
     def fill(self, jobs: Iterable[Job], stager: Stager, hurry: Callable[[], bool]) -> None:
-        """Copy jobs until somebody waits for us, or no buffer is free."""
+        """Copy jobs until somebody waits for us; none if there are not buffers for all: a part of them helps nobody."""
+        jobs = list(jobs)
+        if len(jobs) > self._pool.capacity - self._pool.in_use:
+            return
         for job in jobs:
             if hurry():
                 return

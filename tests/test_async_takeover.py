@@ -175,7 +175,9 @@ def test_a_full_disk_on_one_of_several_replicas(tmp_path, caplog):
 
 
 def test_the_loss_is_warned_of(tmp_path):
-    with pytest.warns(RuntimeWarning, match=r"saved although 1 rank.*rank 2: failed: .*No space"):
+    with pytest.warns(
+        RuntimeWarning, match=r"saved although 1 rank.*rank 2: failed in phase .* of .*: StorageError: .*No space"
+    ):
         saved_by(tmp_path, full_disk(2))
 
 
@@ -269,10 +271,12 @@ def test_who_leads_may_fail_as_a_stand_in(tmp_path):
         (ROOMY, True, True),
         (replace(ROOMY, async_buffer_bytes=1), True, False),  # no room for copies of another's part
         (replace(ROOMY, takeover="off"), True, False),
-        (ROOMY, False, False),
-        (replace(ROOMY, takeover="always"), False, True),
+        (replace(ROOMY, takeover="free"), True, True),
+        (ROOMY, False, True),
+        (replace(ROOMY, takeover="off"), False, False),
+        (replace(ROOMY, takeover="free"), False, False),
     ],
-    ids=["lazy", "lazy without room", "lazy, off", "snapshot", "snapshot, always"],
+    ids=["lazy", "lazy without room", "lazy, off", "lazy, free", "snapshot", "snapshot, off", "snapshot, free"],
 )
 def test_a_background_save_survives_if_copies_were_kept(tmp_path, config, hook, survives):
     how = {"before_update": lambda hold: None} if hook else {}

@@ -187,7 +187,7 @@ def test_one_failure_ends_the_round_early_with_the_same_error_everywhere():
 
     groups = Group.threads(3)
     error = assert_same_error(each(groups, saving(work=work)))
-    assert error.by_rank == {1: "failed: StorageError: no space left"}
+    assert error.by_rank == {1: "failed in phase 'enter': StorageError: no space left"}
     assert each(groups, saving()) == [b"report 0 report 1 report 2"] * 3
     assert leftovers(groups) == []
 
@@ -198,7 +198,7 @@ def test_a_failing_leader_is_named_too():
             raise CkptError("cannot describe lr_scheduler")
 
     error = assert_same_error(each(Group.threads(2), saving(work=work)))
-    assert error.by_rank == {0: "failed: cannot describe lr_scheduler"}
+    assert error.by_rank == {0: "failed in phase 'enter': cannot describe lr_scheduler"}
 
 
 def test_an_exception_in_the_body_fails_the_round():
@@ -207,7 +207,7 @@ def test_an_exception_in_the_body_fails_the_round():
             raise ValueError("odd tree")
 
     results = each(Group.threads(2), saving(), raising)
-    assert results[0].by_rank == {1: "failed: ValueError: odd tree"}
+    assert results[0].by_rank == {1: "failed in phase 'enter': ValueError: odd tree"}
     assert str(results[1]) == "odd tree"
 
 
@@ -218,7 +218,7 @@ def test_who_waits_for_data_hears_of_the_failure_of_who_should_have_shared_it():
         round_.fetch("never shared")
 
     error = assert_same_error(each(Group.threads(3), saving(work=work)))
-    assert error.by_rank == {1: "failed: MismatchError: bad shape"}
+    assert error.by_rank == {1: "failed in phase 'enter': MismatchError: bad shape"}
 
 
 def test_an_error_of_the_commit_keeps_its_kind():
@@ -322,7 +322,7 @@ def test_leaving_without_a_report_is_a_failure():
         Round.enter(group, "/run", b"", step=1, timeouts=PATIENT).close()
 
     results = each(Group.threads(2), saving(), leaving)
-    assert results[0].by_rank == {1: "failed: left the save without a report"}
+    assert results[0].by_rank == {1: "failed in phase 'enter': left the save without a report"}
 
 
 # --- one process -----------------------------------------------------------------------------------------------------

@@ -227,7 +227,11 @@ class Round:
         """This rank cannot do its part."""
         self._move("fail")
         in_vain = self._verdict is not None and isinstance(error, SaveError)
-        self._send_report(_GAVE_WAY if in_vain else _FAILED, json.dumps(_ours(error).to_dict()).encode())
+        self._send_report(_GAVE_WAY if in_vain else _FAILED, self._told(error))
+
+    def _told(self, error: BaseException) -> bytes:
+        """An error of this rank for the leader, with what it was at."""
+        return json.dumps({**_ours(error).to_dict(), "where": self._beats.where()}).encode()
 
     def _send_report(self, kind: int, payload: bytes) -> None:
         rates = json.dumps(self._beats.rates()).encode()
@@ -288,7 +292,7 @@ class Round:
             payload = on_order(order)
         except Exception as error:
             kind = _FAILED if self._verdict is None else _GAVE_WAY
-            self._send_report(kind, json.dumps(_ours(error).to_dict()).encode())
+            self._send_report(kind, self._told(error))
         else:
             if payload is not None:
                 self._send_report(_REPORTED, payload)
@@ -520,7 +524,7 @@ class LeaderRound(Round):
         self._move("fail")
         # Not "is": threads that looked at the same moment raised equal errors of their own.
         if self._abort_error is None or not isinstance(error, SaveError):
-            self._failures[0] = f"failed: {_say(_ours(error))}"
+            self._failures[0] = f"failed {self._beats.where()}: {_say(_ours(error))}"
 
     def report(self, payload: bytes = b"") -> None:
         self._move("report")
@@ -616,7 +620,8 @@ class LeaderRound(Round):
         self.rates[rank] = json.loads(value[4 : 4 + length])
         if kind == _REPORTED:
             return value[4 + length :]
-        self._failures[rank] = f"failed: {_say(from_dict(json.loads(value[4 + length :])))}"
+        told = json.loads(value[4 + length :])
+        self._failures[rank] = f"failed {told['where']}: {_say(from_dict(told))}"
         return None
 
     def with_late_failures(self, error: SaveError, settle_s: float) -> SaveError:
@@ -743,6 +748,11 @@ class _Beats:
             self._done, self._total, self._moved_s = bytes_done, bytes_total, now_s
         if changed and self._thread is not None:
             self._wake.set()
+
+    def where(self) -> str:
+        """The phase, and how many bytes were done in it."""
+        with self._lock:
+            return Beat(0, self._phase, self._done, self._total, 0.0).where()
 
     def _finish_phase(self) -> None:
         self._past[self._phase] = self._done, self._moved_s - self._since_s

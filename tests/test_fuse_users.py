@@ -121,14 +121,17 @@ def test_other_users_read_what_root_mounted_only_when_told(tmp_path, folder, bac
     importlib.util.find_spec("mfusepy") is None or ctypes.util.find_library("fuse3") is None,
     reason="needs mfusepy and libfuse 3",
 )
-def test_mfusepy_serves_where_there_is_only_libfuse_3(tmp_path, folder, monkeypatch):
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
-    (hidden / "fuse.py").write_text("raise ImportError('no libfuse 2 here')\n")
-    monkeypatch.syspath_prepend(str(hidden))  # the server gets the same path
+@pytest.mark.parametrize("fusepy", ["is not there", "finds libfuse 3"])
+def test_mfusepy_serves_where_there_is_only_libfuse_3(tmp_path, folder, monkeypatch, fusepy):
+    if fusepy == "is not there":
+        hidden = tmp_path / "hidden"
+        hidden.mkdir()
+        (hidden / "fuse.py").write_text("raise ImportError('no libfuse 2 here')\n")
+        monkeypatch.syspath_prepend(str(hidden))  # the server gets the same path
     monkeypatch.setenv("FUSE_LIBRARY_PATH", ctypes.util.find_library("fuse3"))
     with Mount(LOCAL, {"folder": str(folder)}, backend="fusepy") as root:
-        pid = next(one.pid for one in mounts() if one.mountpoint == root)
+        pid, log = next((one.pid, one.log) for one in mounts() if one.mountpoint == root)
+        assert ("fusepy found libfuse 3" in Path(log).read_text()) == (fusepy == "finds libfuse 3")
         assert "libfuse3.so" in Path(f"/proc/{pid}/maps").read_text()
         assert Path(root, "file").read_bytes() == (folder / "file").read_bytes()
         assert os.listdir(root) == ["file"]

@@ -288,8 +288,8 @@ def beside_table(results: Results) -> str:
     return (
         "One rank, half of the bytes, a loop of matrix products on one core while a save runs on another: how much "
         "longer the same work takes. *Memory and caches*: more time on the processor for the same work. *The "
-        "interpreter*: what remains, mostly waiting for Python's lock after each product.\n\n"
-        + table([*head, "save"], lines)
+        "interpreter*: what remains, mostly waiting for Python's lock after each product. Two rows are no saves: they "
+        "tell what this machine takes from the loop when the other core is busy.\n\n" + table([*head, "save"], lines)
     )
 
 

@@ -267,11 +267,11 @@ def training_section(results: Results) -> str:
         "*waited*: the call that begins a save (with its wait for the previous one), and what the optimizer's update "
         "took longer than without checkpoints. *alone*: one save with nothing beside it.\n"
     )
-    out.append(beside_table(results))
+    out += beside_table(results)
     return "\n".join([*out, skip_lines(results, "training")])
 
 
-def beside_table(results: Results) -> str:
+def beside_table(results: Results) -> list[str]:
     """What a loop on one core loses while a save has another one."""
     lines = []
     for size in PRODUCTS:
@@ -283,14 +283,15 @@ def beside_table(results: Results) -> str:
             shares = (slower, processor, queue, slower - processor - queue)
             lines.append([system, f"{size} × {size}", *(f"{share:.1%}" for share in shares), seconds_text(save_s)])
     if not lines:
-        return ""
+        return []
     head = ["way", "products", "slower by", "memory and caches", "another thread on its core", "the interpreter"]
-    return (
+    words = (
         "One rank, half of the bytes, a loop of matrix products on one core while a save runs on another: how much "
         "longer the same work takes. *Memory and caches*: more time on the processor for the same work. *The "
         "interpreter*: what remains, mostly waiting for Python's lock after each product. Two rows are no saves: they "
-        "tell what this machine takes from the loop when the other core is busy.\n\n" + table([*head, "save"], lines)
+        "tell what this machine takes from the loop when the other core is busy.\n"
     )
+    return [words, table([*head, "save"], lines)]
 
 
 def slice_section(results: Results) -> str:

@@ -156,6 +156,10 @@ def _slice_goals(results: Results) -> Iterable[Goal]:
         yield _goal(f"{where}: within 10 % of the fastest peer", "slices", over, lambda v: v <= 1.10)
         ratio = _ratio(rows, "zarr-python", "ckptfs")
         yield _goal(f"{where}: times faster than zarr-python (5)", "slices", ratio, lambda v: v >= 5)
+    saved_by_ranks = results.rows("slices", "1/8 shard, saved by 8 ranks", "cold")
+    if saved_by_ranks:
+        ratio = _ratio(saved_by_ranks, "raw", "ckptfs")
+        yield _goal("1/8 shard, saved by 8 ranks, cold, at least 0.85 of raw", "slices", ratio, lambda v: v >= 0.85)
     shard = results.rows("slices", "1/8 shard of the model", "cold")
     ratio = _ratio(shard, "raw", "ckptfs")
     yield _goal("1/8 shard, cold, at least 0.85 of raw", "slices", ratio, lambda v: v >= 0.85)

@@ -1,13 +1,18 @@
 """What an inference engine reads from a training checkpoint: rows, columns, a tensor-parallel shard, small boxes.
 
-One process; every system reads into memory that the engine owns already. Files are opened before the clock starts,
-new for each cold read, because pages that are mapped can't be made cold. *warm*: all files were read into the page
-cache, and the operation was done once.
+One process; every system reads into memory that the engine owns already: warm, page-aligned, in huge pages, as pinned
+memory is. A model that was saved whole lies in rows, and a rank's columns of it are on every page; so ckptfs reads the
+shard also from a step as eight tensor-parallel ranks save it, where it is exactly its bytes. Files are opened before
+the clock starts, new for each cold read, because pages that are mapped can't be made cold. *warm*: all files were read
+into the page cache, and the operation was done once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+import mmap
 import random
 import statistics
 import time
@@ -192,6 +197,8 @@ ENGINES: tuple[type[Engine], ...] = (
     TorchLoadEngine,
 )
 SIZE = ["256M"]
+RANKS = 8
+HUGE_BYTES = 2 << 20
 BOX = 128  # 128 × 128 float32 are 64 KiB
 
 
@@ -207,14 +214,18 @@ def columns(table: dict[str, tuple[int, ...]], pick: random.Random) -> list[tupl
     return [("embed.weight", (slice(0, n), slice(at, at + d // 8)))]
 
 
+def split_dim(name: str) -> int:
+    return 1 if name.endswith(("wo.weight", "down.weight")) else 0
+
+
 def shard(table: dict[str, tuple[int, ...]], pick: random.Random) -> list[tuple[str, Index]]:
     """One of eight tensor-parallel ranks: attention output and mlp.down by columns, norms whole, the rest by rows."""
-    rank, found = pick.randrange(8), []
+    rank, found = pick.randrange(RANKS), []
     for name, shape in table.items():
         index = [slice(0, n) for n in shape]
         if len(shape) == 2:
-            dim = 1 if name.endswith(("wo.weight", "down.weight")) else 0
-            each = shape[dim] // 8
+            dim = split_dim(name)
+            each = shape[dim] // RANKS
             index[dim] = slice(rank * each, (rank + 1) * each)
         found.append((name, tuple(index)))
     return found
@@ -227,6 +238,7 @@ def box(table: dict[str, tuple[int, ...]], pick: random.Random) -> list[tuple[st
     return [(name, tuple(slice(a, a + side) for a, side in zip(corner, sides, strict=True)))]
 
 
+AS_RANKS = "1/8 shard, saved by 8 ranks"  # by ckptfs alone
 # operation → what to read, reads in one repetition (cold, warm)
 Choose = Callable[[dict[str, tuple[int, ...]], random.Random], list[tuple[str, Index]]]
 OPERATIONS: dict[str, tuple[Choose, int, int]] = {
@@ -234,7 +246,30 @@ OPERATIONS: dict[str, tuple[Choose, int, int]] = {
     "1/8 of the columns": (columns, 4, 8),
     "1/8 shard of the model": (shard, 1, 2),
     "64 KiB box": (box, 24, 100),
+    AS_RANKS: (shard, 3, 3),
 }
+
+
+def save_as_ranks(state: State, folder: Path) -> Path:
+    """The model as eight tensor-parallel ranks save it, in one process."""
+    import ckptfs
+    from ckptfs.shards import LocalShard
+
+    tree: dict[str, Any] = {}
+    for name, shape in state.shapes.items():
+        whole = state.local[name]
+        if len(shape) != 2:
+            tree[name] = whole
+            continue
+        dim = split_dim(name)
+        parts, boxes = whole.tensor_split(RANKS, dim), []
+        for at, part in enumerate(parts):
+            start = [at * (n // RANKS) if d == dim else 0 for d, n in enumerate(shape)]
+            boxes.append([start, [x + n for x, n in zip(start, part.shape, strict=True)]])
+        tree[name] = LocalShard(list(parts), shape, ["boxes", boxes])
+    run = ckptfs.Run(folder / "ckptfs-ranks")
+    run.save(0, {"model": tree})
+    return folder / "ckptfs-ranks" / f"step-{0:08d}"
 
 
 def slices(ranks: Ranks) -> None:
@@ -267,11 +302,18 @@ def slices(ranks: Ranks) -> None:
     raw.mkdir()
     if not engines:
         return
+    as_ranks: list[tuple[str, Engine]] = []
+    if any(isinstance(engine, CkptfsEngine) for _, engine in engines):
+        as_ranks = [(Ckptfs.name, CkptfsEngine(save_as_ranks(state, ranks.folder)))]
+        _check(as_ranks[0][1], state)
     for turn in range(-1, plan.repetitions):
         ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
         for operation, (choose, cold_count, warm_count) in OPERATIONS.items():
             for cache, count in (("cold", cold_count), ("warm", warm_count)):
-                _once(ranks, engines, table, operation, choose, cache, 1 if turn < 0 else count, turn, raw)
+                if operation == AS_RANKS and not as_ranks:
+                    continue
+                of = as_ranks if operation == AS_RANKS else engines
+                _once(ranks, of, table, operation, choose, cache, 1 if turn < 0 else count, turn, raw)
 
 
 def _check(engine: Engine, state: State) -> None:
@@ -305,8 +347,29 @@ def _pages_of(path: Path) -> int:
         return cached_pages(file.fileno(), 0, max(1, path.stat().st_size))
 
 
+_memory: list[np.ndarray[Any, Any]] = []
+
+
 def _pieces(wanted: list[tuple[str, Index]]) -> list[Piece]:
-    return [Piece(n, i, np.ones([s.stop - s.start for s in i], np.float32)) for n, i in wanted]
+    """Pieces that lie one after the other in the engine's memory, each on a page of its own."""
+    shaped = [(n, i, tuple(s.stop - s.start for s in i)) for n, i in wanted]
+    sizes = [4 * math.prod(shape) for *_, shape in shaped]
+    ends = list(itertools.accumulate(-(-size // 4096) * 4096 for size in sizes))
+    if not _memory or len(_memory[0]) < ends[-1]:
+        _memory[:] = [_huge(ends[-1])]
+    return [
+        Piece(n, i, _memory[0][end - -(-size // 4096) * 4096 :][:size].view(np.float32).reshape(shape))
+        for (n, i, shape), size, end in zip(shaped, sizes, ends, strict=True)
+    ]
+
+
+def _huge(nbytes: int) -> np.ndarray[Any, Any]:
+    memory = mmap.mmap(-1, -(-nbytes // HUGE_BYTES) * HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)
+    array[:] = 1
+    return array
 
 
 def _once(

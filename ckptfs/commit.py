@@ -20,7 +20,7 @@ from ckptfs import manifest as mf
 from ckptfs import tree, zarr3
 from ckptfs.errors import CkptError, ExistsError, MismatchError, NotFoundError, SaveError
 from ckptfs.manifest import Manifest, Param, digest, run_lengths
-from ckptfs.saveplan import cut
+from ckptfs.ranges import cut
 from ckptfs.version import __version__
 from ckptfs.write import Written
 

@@ -267,7 +267,9 @@ def _band(shape: Sequence[int], itemsize: int, chunk_bytes: int) -> tuple[int, .
         rows = max(1, chunk_bytes // row)
         if d == 0:
             # Dimension 0 may be padded: equal bands keep the padding under one row a band.
-            rows = _ceil(shape[0], _ceil(shape[0], rows))
+            # Without any, if a divisor is near: the rank with the last rows would have to write all of it.
+            best = _divisor(shape[0], rows)
+            rows = best if best * 2 > rows else _ceil(shape[0], _ceil(shape[0], rows))
         else:
             # Later dimensions may not be padded; without a divisor near the goal a larger chunk is the lesser evil.
             best = _divisor(shape[d], rows)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptfs.box import run_shape, strides_of
-from ckptfs.saveplan import cut
+from ckptfs.ranges import cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

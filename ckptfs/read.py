@@ -26,7 +26,7 @@ from ckptfs.box import Box, strides_of
 from ckptfs.errors import CorruptError, MismatchError, NotFoundError
 from ckptfs.loadplan import Comb, Request, comb, requests, starts_of
 from ckptfs.manifest import HASH_BYTES, digest
-from ckptfs.saveplan import cut
+from ckptfs.ranges import cut
 from ckptfs.storage.directio import DIRECT_MIN_BYTES, BufferPool
 from ckptfs.storage.fileops import REAL_OPS
 from ckptfs.storage.local import LocalStore

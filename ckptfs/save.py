@@ -15,11 +15,11 @@ import logging
 import time
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from ckptfs import commit, retention, saveplan, takeover, tree
+from ckptfs import commit, handover, retention, saveplan, takeover, tree
 from ckptfs.codec import pays, sample_ranges
 from ckptfs.errors import CkptError, ExistsError, MismatchError, SaveError, StorageError
 from ckptfs.manifest import digest
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ckptfs")
 PHASES = ("describe", "queue", "enter", "plan", "reserve", "stage", "write", "report", "commit")
 _SMALL = 64 << 10  # replicated plain tensors up to this size are compared between ranks
+_LAST_WORDS_S = 2.0  # how long a leader whose connection to a rank ended waits for that rank to say what is wrong
 _SETTLE_S = 0.5  # how long a leader that has heard of one failure listens for others of the same cause
 
 
@@ -96,6 +97,8 @@ class Saver:
         self._pipeline: Pipeline | None = None
         self._claim: commit.Claim | None = None
         self._spare: takeover.Spare | None = None
+        self._holder: handover.Holder | None = None  # of what other ranks write
+        self._fetcher: handover.Fetcher | None = None  # of what other ranks hold
         self._folder = ""
         self._held: list[Held] = []
         self._pieces: list[Any] = []  # by array of the plan: the boxes this rank holds, with their live data
@@ -182,6 +185,9 @@ class Saver:
             block_bytes=self.settings.block_bytes,
             extent_bytes=self.settings.extent_bytes,
             compression=request.compression,
+            handover=self.settings.handover,
+            handover_ranks=self.settings.handover_ranks,
+            files_per_rank=self.settings.files_per_rank,
         )
         self.plan, self.jobs = agree(round_, group, self.cache, self._mine, options, self.settings)
         self._inputs = self.cache.inputs
@@ -221,11 +227,62 @@ class Saver:
         self._pieces = [by_name.get(array.name, []) for array in self.plan.arrays]
         spare = self._spare_jobs()
         pool = self.pools.fit(self.buffer_bytes, _largest([*self.jobs, *spare]))
+        self._pool = pool
         self._spare = takeover.Spare(pool)
-        self._stager = Stager(self.plan, self._pieces, self._started, pool)
+        self._hand_over(pool)
+        self._stager = Stager(self.plan, self._pieces, self._started, pool, self._fetcher)
         self._pipeline = self._writers(target, self.plan, self.jobs, self._stager, pool)
         if self._pipeline.files is not None:
             self._pipeline.files.reserve(lambda: self._write_documents(target), later=self.copy_first)
+
+    def _hand_over(self, pool: StagingPool) -> None:
+        """Be there for the ranks that write what this one holds, and ready to fetch what this one writes for others."""
+        round_, rank = self._round, self.group.rank
+        assert round_ is not None
+        if self.plan.gives:
+            own = Stager(self.plan, self._pieces, self._started, pool)
+            self._holder = handover.Holder(self.plan, own, handover.local_address(self.settings.handover_host))
+            round_.share(handover.key_of(rank), self._holder.address)
+        if self.plan.pulls:
+            self._fetcher = handover.Fetcher(
+                rank,
+                lambda other: round_.fetch(handover.key_of(other)),
+                self._check,
+                self._lose,
+                _timeouts(self.settings).silence_timeout_s,
+            )
+
+    def _lose(self, rank: int, why: str) -> NoReturn:
+        """A rank that we exchange bytes with is gone: the verdict of the save says why, if there is one in time."""
+        round_ = self._round
+        assert round_ is not None
+        if isinstance(round_, LeaderRound):
+            round_.listen(_LAST_WORDS_S)
+            raise round_.lose(rank, why)
+        timeouts = _timeouts(self.settings)
+        round_.listen(timeouts.silence_timeout_s + timeouts.grace_s + 2 * timeouts.look_s())
+        raise SaveError(f"step {self.request.step} was not saved to {self.store.url}: a rank is lost", {rank: why})
+
+    def _let_go(self, holder: handover.Holder, pool: StagingPool) -> None:
+        """Training may change the tensors afterwards."""
+        assert self._pipeline is not None
+        pipeline = self._pipeline
+        moved_s, left = time.monotonic(), holder.left_bytes
+
+        def wait(late: list[int], gone: list[int]) -> None:
+            nonlocal moved_s, left
+            pipeline.go()  # buffers become free by being written
+            pipeline.raise_if_broken()
+            if holder.left_bytes != left:
+                moved_s, left = time.monotonic(), holder.left_bytes
+            if gone:
+                self._lose(gone[0], "hung up before it had fetched what it was to write")
+            if time.monotonic() - moved_s > self.settings.progress_timeout_s:
+                self._lose(
+                    late[0], f"has fetched nothing of what it was to write for {time.monotonic() - moved_s:.0f} s"
+                )
+
+        holder.let_go(pool, wait)
 
     def _writers(
         self, target: Store, plan: SavePlan, jobs: Sequence[Job], stager: Stager, pool: StagingPool
@@ -269,6 +326,10 @@ class Saver:
         self._small = self._fingerprints()
         for job in self.jobs:
             self._pipeline.feed(job)
+        if self._fetcher is not None:
+            self._fetcher.close()
+        if self._holder is not None and not self.keeps_tensors:
+            self._let_go(self._holder, self._pool)
         if self._spare is not None:
             hurry = self.hurry if self.settings.takeover == "free" else lambda: False
             self._spare.fill(self._spare_jobs(), self._stager, hurry)
@@ -510,6 +571,7 @@ class Saver:
         """Clean up after an error on this rank; what to raise, or the result if others have written its part."""
         known = error if isinstance(error, CkptError) else _wrap(error)
         self._held = []
+        self._hang_up()
         if self._pipeline is not None:
             self._pipeline.cancel(known)
         self.cache.forget()
@@ -531,7 +593,16 @@ class Saver:
             if self.store.positional or (self.group.rank == 0 and not commit.exists(self.store, self.request.name)):
                 self.store.remove_tree(self._folder)
 
+    def _hang_up(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher = None
+        if self._holder is not None:
+            self._holder.close()
+            self._holder = None
+
     def close(self) -> None:
+        self._hang_up()
         self._pieces = []
         if self._spare is not None:
             self._spare.close()

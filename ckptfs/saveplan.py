@@ -1,38 +1,35 @@
 """Who writes what: a pure function that every rank computes alike from the same descriptions.
 
 Rules: every byte has exactly one writer. What several ranks hold is laid end to end and cut into equal shares,
-so that with R replicas nobody writes more than 1/R of it plus one extent. Nothing here grows with
-ranks x tensors: a rank works out its own part, and the layouts.
+so that with R replicas nobody writes more than 1/R of it plus one extent. Pieces too small for files of their own, and
+blocks that several ranks hold parts of, are handed over: one rank writes what others hold (parties.py). Nothing here
+grows with ranks x tensors: a rank works out its own part, and the layouts.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import pairwise, product
-from math import gcd, prod
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptfs import dtypes
-from ckptfs.box import Box, boxes_of_range, split_evenly
+from ckptfs import dtypes, parties
+from ckptfs.box import Box
 from ckptfs.codec import Codec
 from ckptfs.errors import MismatchError
 from ckptfs.grid import Layout, choose
+from ckptfs.mesh import Mesh, Spread, boxes_of
+from ckptfs.parties import Members, Portion
+from ckptfs.ranges import deal, merge, share
 from ckptfs.settings import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 _MANY_FILES, _TINY_FILE = 256, 16 << 10  # compressed blocks that are so many and so small are not worth their files
-
-# How an array is spread over ranks (the `spread` of a description), as plain data:
-#   ["whole"]                      every rank that names it has all of it
-#   ["mesh", shape, ranks, places] a device mesh; places: "R", "S<dim>" or "SS<dim>:<split factor>" per mesh dimension
-#   ["flat", start, stop]          this rank has elements [start, stop) of the row-major array
-#   ["boxes", [[start, stop], …]]  this rank has these boxes
-Spread = list[Any]
+_FEW_FILES = 16  # fewer blocks than that may be as small as they like
 
 
 @dataclass(frozen=True)
@@ -64,158 +61,6 @@ def parse(raw: bytes) -> tuple[list[Desc], dict[str, str]]:
     return [Desc.from_json(d) for d in data["arrays"]], data["aliases"]
 
 
-# --- shards of a mesh ------------------------------------------------------------------------------------
-
-
-def place(text: str) -> tuple[int, int] | None:
-    """(tensor dimension, split factor) of a sharding placement; None for replication."""
-    if text == "R":
-        return None
-    if text.startswith("SS"):
-        dim, factor = text[2:].split(":")
-        return int(dim), int(factor)
-    return int(text[1:]), 1
-
-
-@lru_cache(maxsize=1 << 16)
-def intervals(length: int, splits: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """What is left of [0, length) after each split (parts, which, factor), in local order, neighbours merged.
-
-    A split cuts what is there as torch.chunk does; with a factor f the piece is taken from each of f parts.
-    """
-    held: list[tuple[int, int]] = [(0, length)]
-    for parts, which, factor in splits:
-        size = sum(b - a for a, b in held)
-        taken: list[tuple[int, int]] = []
-        for low, high in split_evenly(size, factor):
-            a, b = split_evenly(high - low, parts)[which]
-            taken += _window(held, low + a, low + b)
-        held = taken
-    return tuple(held)
-
-
-def _window(held: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """Positions [start, stop) of the concatenation of intervals."""
-    out: list[tuple[int, int]] = []
-    at = 0
-    for a, b in held:
-        low, high = max(start, at), min(stop, at + b - a)
-        if low < high:
-            piece = (a + low - at, a + high - at)
-            if out and out[-1][1] == piece[0]:
-                out[-1] = (out[-1][0], piece[1])
-            else:
-                out.append(piece)
-        at += b - a
-    return out
-
-
-class Mesh:
-    """A description's mesh spread, made handy. `coordinate` is None for ranks outside the mesh."""
-
-    def __init__(self, spread: Spread) -> None:
-        _, shape, ranks, places = spread
-        self.shape: tuple[int, ...] = tuple(shape)
-        # A mesh of consecutive ranks is written as [first, count].
-        self.ranks: Sequence[int] = (
-            range(ranks[0], ranks[0] + ranks[1]) if len(ranks) == 2 and prod(shape) != 2 else ranks
-        )
-        self.places = [place(p) for p in places]
-        self._key = self.ranks if isinstance(self.ranks, range) else tuple(self.ranks)
-        self._where: dict[int, int] | None = None
-
-    def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        if isinstance(self.ranks, range):
-            if rank not in self.ranks:
-                return None
-            at = rank - self.ranks.start
-        else:
-            if self._where is None:
-                self._where = {r: i for i, r in enumerate(self.ranks)}
-            found = self._where.get(rank)
-            if found is None:
-                return None
-            at = found
-        coordinate = []
-        for d in range(len(self.shape)):
-            stride = prod(self.shape[d + 1 :])
-            i, at = divmod(at, stride)
-            coordinate.append(i)
-        return tuple(coordinate)
-
-    def splits(self, dim: int, coordinate: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-        return tuple(
-            (self.shape[m], coordinate[m], p[1]) for m, p in enumerate(self.places) if p is not None and p[0] == dim
-        )
-
-    def local(self, shape: Sequence[int], coordinate: Sequence[int]) -> list[list[tuple[int, int]]]:
-        """Per tensor dimension the intervals that the rank at this coordinate holds, in local order."""
-        return [list(intervals(length, self.splits(d, coordinate))) for d, length in enumerate(shape)]
-
-    def replicas(self, coordinate: Sequence[int]) -> tuple[int, ...]:
-        """The ranks that hold the same shard, ascending."""
-        fixed = tuple(None if p is None else c for p, c in zip(self.places, coordinate, strict=True))
-        return _slice_of_mesh(self.shape, self._key, fixed)
-
-    def steps(self, shape: Sequence[int]) -> list[Box]:
-        """Boxes whose edges have the same greatest common divisors as all shards of the mesh."""
-        boxes = []
-        for d, length in enumerate(shape):
-            sizes = tuple((self.shape[m], p[1]) for m, p in enumerate(self.places) if p is not None and p[0] == d)
-            step = _edge_step(length, sizes)
-            if step:
-                start, stop = [0] * len(shape), list(shape)
-                stop[d] = step
-                boxes.append(Box(tuple(start), tuple(stop)))
-        return boxes
-
-
-@lru_cache(maxsize=1 << 10)
-def _slice_of_mesh(shape: tuple[int, ...], ranks: Sequence[int], fixed: tuple[int | None, ...]) -> tuple[int, ...]:
-    """The ranks of a mesh at all positions that agree with `fixed` where it says something."""
-    at = [0]
-    for n, where in zip(shape, fixed, strict=True):
-        at = [i * n + x for i in at for x in (range(n) if where is None else (where,))]
-    return tuple(sorted(ranks[i] for i in at))
-
-
-@lru_cache(maxsize=1 << 14)
-def _edge_step(length: int, sizes: tuple[tuple[int, int], ...]) -> int:
-    """The greatest common divisor of all inner edges that these splits make in a dimension; 0: none."""
-    if not sizes or length == 0:
-        return 0
-    if len(sizes) == 1 and sizes[0][1] == 1:
-        step = -(-length // sizes[0][0])
-        return step if step < length else 0
-    step = 0
-    for which in product(*(range(parts) for parts, _ in sizes)):
-        splits = tuple((parts, at, factor) for (parts, factor), at in zip(sizes, which, strict=True))
-        for edge in {e for piece in intervals(length, splits) for e in piece}:
-            if 0 < edge < length:
-                step = gcd(step, edge)
-    return step
-
-
-def boxes_of(spread: Spread, shape: tuple[int, ...], rank: int) -> list[Box]:
-    """The boxes of the array that `rank` holds under this spread, in local order."""
-    kind = spread[0]
-    if kind == "whole":
-        return [Box.whole(shape)]
-    if kind == "flat":
-        return boxes_of_range(spread[1], spread[2], shape)
-    if kind == "boxes":
-        return [Box(tuple(a), tuple(b)) for a, b in spread[1]]
-    mesh = Mesh(spread)
-    coordinate = mesh.coordinate(rank)
-    if coordinate is None:
-        return []
-    return boxes_of_intervals(mesh.local(shape, coordinate))
-
-
-def boxes_of_intervals(held: list[list[tuple[int, int]]]) -> list[Box]:
-    return [Box(tuple(a for a, _ in piece), tuple(b for _, b in piece)) for piece in product(*held)]
-
-
 # --- the plan --------------------------------------------------------------------------------------------
 
 
@@ -230,6 +75,9 @@ class Array:
     note: str = ""  # why it is stored otherwise than asked
 
 
+Handed = tuple[int, int, int]  # start and stop of a logical range, and the other rank
+
+
 @dataclass(frozen=True)
 class SavePlan:
     """One rank's part of a save: `pieces[i]` are the logical ranges of `arrays[i]` that it writes."""
@@ -238,6 +86,8 @@ class SavePlan:
     pieces: dict[int, list[tuple[int, int]]]
     aliases: dict[str, str]
     extent_bytes: int
+    pulls: dict[int, list[Handed]] = field(default_factory=dict)  # by array: what of the pieces comes from which rank
+    gives: dict[int, list[Handed]] = field(default_factory=dict)  # by array: what this rank holds and which one writes
 
     @cached_property
     def nbytes(self) -> int:
@@ -255,6 +105,10 @@ class Options:
     extent_bytes: int = MIB
     compression: tuple[tuple[str, str | None], ...] = ()  # (pattern, codec), first match wins
     raw: frozenset[str] = frozenset()  # arrays for which compression does not pay
+    handover: bool = True  # a rank may write what another holds
+    handover_ranks: int = 16  # where so many shards or more make small pieces, neighbours put them together
+    files_per_rank: int = 256  # what they aim at
+    large_bytes: int = 8 * MIB  # pieces that are written where they are: a file costs less than their way
 
 
 Pieces = dict[int, list[tuple[int, int]]]  # array → logical ranges of it
@@ -266,35 +120,101 @@ def plan(
 ) -> SavePlan:
     """The part of `rank`, when rank r has given `descriptions[of_rank[r]]`."""
     arrays, parts, aliases, extent_bytes = _parts(descriptions, of_rank, rank, options)
-    pieces: Pieces = {}
-    for group, held in parts.items():
-        for number, ranges in share(held, _units(arrays, held, extent_bytes), len(group), group.index(rank)):
-            pieces.setdefault(number, []).extend(ranges)
-    return SavePlan(arrays, {i: merge(r) for i, r in sorted(pieces.items())}, aliases, extent_bytes)
+    pieces: Pieces = defaultdict(list)
+    pulls: dict[int, list[Handed]] = defaultdict(list)
+    gives: dict[int, list[Handed]] = defaultdict(list)
+    for members, portions in parts.items():
+        held = _ranges_of(portions)
+        units = _units(arrays, held, extent_bytes)
+        if not any(portion.changes_hands for _, portion in portions):
+            for number, ranges in share(held, units, len(members), members.index(rank)):
+                pieces[number] += ranges
+            continue
+        for place, which, ranges in deal(held, units, len(members)):
+            number, portion = portions[which]
+            writer = members[place]
+            if writer == rank:
+                pieces[number] += ranges
+            for source, handed in parties.sources(portion, ranges, writer, place, rank):
+                into, other = (pulls, source) if writer == rank else (gives, writer)
+                into[number] += [(a, b, other) for a, b in handed]
+    return SavePlan(
+        arrays,
+        {i: merge(r) for i, r in sorted(pieces.items())},
+        aliases,
+        extent_bytes,
+        {i: sorted(r) for i, r in sorted(pulls.items())},
+        {i: sorted(r) for i, r in sorted(gives.items())},
+    )
+
+
+def _ranges_of(portions: list[tuple[int, Portion]]) -> Parts:
+    return [(number, portion.ranges) for number, portion in portions]
 
 
 def _parts(
     descriptions: Sequence[tuple[Sequence[Desc], dict[str, str]]], of_rank: Sequence[int], rank: int, options: Options
-) -> tuple[list[Array], dict[tuple[int, ...], Parts], dict[str, str], int]:
-    """All arrays; what `rank` holds of them, by the ranks that hold the same (itself among them); aliases; extents."""
+) -> tuple[list[Array], dict[Members, list[tuple[int, Portion]]], dict[str, str], int]:
+    """All arrays; what is dealt out among whom, where `rank` is involved; aliases; extents."""
     descriptions, aliases = untie(descriptions)
     known = _gather(descriptions, of_rank)
-    total = sum(prod(views[0][0].shape) * dtypes.of(views[0][0].dtype).itemsize for views in known.values())
+    total = sum(_nbytes(views[0][0]) for views in known.values())
     extent_bytes = extent_size(total, options.extent_bytes)
+    spans = _spans(known, options, extent_bytes)
     arrays: list[Array] = []
-    parts: dict[tuple[int, ...], Parts] = defaultdict(list)
+    parts: dict[Members, list[tuple[int, Portion]]] = defaultdict(list)
     whole: set[tuple[int, str]] = set()
+    alike: dict[Any, tuple[Layout, Codec | None, str, list[tuple[Members, Portion]]]] = {}
     for name in sorted(known):
         views = known[name]
         _check_holders(name, views, len(of_rank), whole)
-        array, mine = _array(name, views, rank, options)
-        for boxes, group in mine:
-            ranges = merge([r for box in boxes for r in array.layout.ranges(box)])
-            if array.layout.many:
-                _check_blocks(array, ranges)
-            parts[group].append((len(arrays), ranges))
-        arrays.append(array)
-    return arrays, parts, aliases, extent_bytes
+        desc = views[0][0]
+        codec = None if name in options.raw else codec_for(name, dtypes.of(desc.dtype), options.compression)
+        note = "stored raw: compression does not pay" if name in options.raw else ""
+        key = (desc.dtype, desc.shape, str(desc.spread), codec, id(views[0][1])) if len(views) == 1 else name
+        if key not in alike:
+            alike[key] = _array(name, views, rank, options, codec, _span_of(desc, spans, options))
+        layout, codec, found_note, dealt = alike[key]
+        for members, portion in dealt:
+            parts[members].append((len(arrays), portion))
+        arrays.append(Array(name, dtypes.of(desc.dtype), layout, codec, found_note or note))
+    mine = {
+        members: portions
+        for members, portions in parts.items()
+        if rank in members or any(portion.involves(rank) for _, portion in portions)
+    }
+    return arrays, mine, aliases, extent_bytes
+
+
+def _nbytes(desc: Desc) -> int:
+    return prod(desc.shape) * dtypes.of(desc.dtype).itemsize
+
+
+def _spans(known: dict[str, list[tuple[Desc, list[int]]]], options: Options, extent_bytes: int) -> dict[str, int]:
+    """Spread → how many neighbouring shards put their small pieces together."""
+    sizes: dict[str, list[int]] = defaultdict(list)
+    meshes: dict[str, Mesh] = {}
+    for views in known.values():
+        desc = views[0][0]
+        if desc.spread[0] != "mesh" or not (options.handover and options.positional):
+            continue
+        key = str(desc.spread)
+        mesh = meshes[key] = meshes.get(key) or Mesh(desc.spread)
+        if mesh.shards() >= options.handover_ranks and _is_small(desc, mesh, options):
+            sizes[key].append(_nbytes(desc))
+    return {
+        key: parties.span_for(of_it, meshes[key], extent_bytes, options.files_per_rank) for key, of_it in sizes.items()
+    }
+
+
+def _span_of(desc: Desc, spans: dict[str, int], options: Options) -> int:
+    span = spans.get(str(desc.spread), 1)
+    return span if span > 1 and _is_small(desc, Mesh(desc.spread), options) else 1
+
+
+def _is_small(desc: Desc, mesh: Mesh, options: Options) -> bool:
+    """Whether the pieces that a mesh makes of an array are better put together. Those of nothing are not."""
+    return 0 < _nbytes(desc) < options.large_bytes * mesh.holders(desc.shape)
 
 
 def _units(arrays: list[Array], held: Parts, extent_bytes: int) -> dict[int, int]:
@@ -318,15 +238,18 @@ class Inputs:
 
 
 def stand_ins(inputs: Inputs, lost: Collection[int]) -> dict[int, Pieces] | None:
-    """Rank → the pieces it writes instead of lost ranks; None if nobody else holds some of theirs.
+    """Rank → the pieces it writes instead of lost ranks; None if nobody else holds some of theirs, or if they take part
+    in a hand-over.
 
     The stand-in for a rank is, among those that hold the same, the next one round that is not lost.
     """
     taken: dict[int, Pieces] = defaultdict(lambda: defaultdict(list))
     for rank in sorted(lost):
         arrays, parts, _, extent_bytes = _parts(inputs.descriptions, inputs.of_rank, rank, inputs.options)
-        for group, held in parts.items():
-            at = group.index(rank)
+        for group, portions in parts.items():
+            if any(portion.changes_hands for _, portion in portions):
+                return None  # who writes what others hold, or has to give it, cannot be stood in for
+            held, at = _ranges_of(portions), group.index(rank)
             there = next((r for r in (*group[at + 1 :], *group[:at]) if r not in lost), None)
             for number, ranges in share(held, _units(arrays, held, extent_bytes), len(group), at):
                 if there is None:
@@ -339,9 +262,9 @@ def understudy(inputs: Inputs, rank: int) -> Pieces:
     """The pieces that `rank` would write if the rank before it, in each circle that holds the same, were lost."""
     arrays, parts, _, extent_bytes = _parts(inputs.descriptions, inputs.of_rank, rank, inputs.options)
     pieces: Pieces = {}
-    for group, held in parts.items():
-        before = (group.index(rank) - 1) % len(group)
-        if len(group) > 1:
+    for group, portions in parts.items():
+        if len(group) > 1 and not any(portion.changes_hands for _, portion in portions):
+            before, held = (group.index(rank) - 1) % len(group), _ranges_of(portions)
             for number, ranges in share(held, _units(arrays, held, extent_bytes), len(group), before):
                 pieces.setdefault(number, []).extend(ranges)
     return {i: merge(r) for i, r in sorted(pieces.items())}
@@ -352,67 +275,6 @@ def extent_size(total: int, extent_bytes: int) -> int:
     while extent_bytes < 8 * MIB and total > extent_bytes << 18:
         extent_bytes *= 2
     return extent_bytes
-
-
-def share(
-    parts: list[tuple[int, list[tuple[int, int]]]], unit: dict[int, int], shares: int, which: int
-) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Lay all ranges end to end, cut at units, and give out equal shares: the units that start in share `which`."""
-    total = sum(b - a for _, ranges in parts for a, b in ranges)
-    low, high = -(-total * which // shares), -(-total * (which + 1) // shares)
-    out: list[tuple[int, list[tuple[int, int]]]] = []
-    at = 0
-    for number, ranges in parts:
-        taken: list[tuple[int, int]] = []
-        size = unit[number]
-        for a, b in ranges:
-            if at < high and at + b - a > low:
-                # Units start at a, then at every multiple of the size.
-                start = a if at >= low else _unit_at_or_after(a, a + low - at, size)
-                stop = b if at + b - a <= high else _unit_at_or_after(a, a + high - at, size)
-                start, stop = min(start, b), min(stop, b)
-                if start < stop:
-                    taken.append((start, stop))
-            at += b - a
-        if taken:
-            out.append((number, taken))
-    return out
-
-
-def _unit_at_or_after(first: int, position: int, size: int) -> int:
-    """The first unit boundary of a range that starts at `first` which is not before `position`."""
-    return first if position <= first else -(-position // size) * size
-
-
-def cut(start: int, stop: int, size: int) -> list[tuple[int, int]]:
-    """[start, stop) cut at the multiples of `size`."""
-    edges = [start, *range((start // size + 1) * size, stop, size), stop]
-    return list(pairwise(edges)) if start < stop else []
-
-
-def cut_evenly(start: int, stop: int, most: int, grain: int) -> list[tuple[int, int]]:
-    """[start, stop) in parts of at most `most` and about one length, cut at multiples of `grain`.
-
-    Ranks whose ranges begin anywhere make equally few requests, and so end together.
-    """
-    if stop - start <= most:
-        return [(start, stop)] if start < stop else []
-    if most < 3 * grain:  # rounding to grains could leave nothing of a part
-        return cut(start, stop, most)
-    count = -(-(stop - start) // (most - grain))
-    edges = [start, *((start + (stop - start) * i // count) // grain * grain for i in range(1, count)), stop]
-    return list(pairwise(edges))
-
-
-def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted, with neighbours joined."""
-    out: list[tuple[int, int]] = []
-    for a, b in sorted(ranges):
-        if out and out[-1][1] == a:
-            out[-1] = (out[-1][0], b)
-        else:
-            out.append((a, b))
-    return out
 
 
 def untie(
@@ -491,12 +353,14 @@ def _gather(
 
 
 def _array(
-    name: str, views: list[tuple[Desc, list[int]]], rank: int, options: Options
-) -> tuple[Array, list[tuple[list[Box], tuple[int, ...]]]]:
-    """The array's layout, and what `rank` holds of it: (boxes, the ranks that hold the same)."""
+    name: str, views: list[tuple[Desc, list[int]]], rank: int, options: Options, codec: Codec | None, span: int
+) -> tuple[Layout, Codec | None, str, list[tuple[Members, Portion]]]:
+    """The array's layout, its codec, why it is stored otherwise than asked, and what is dealt out of it among whom.
+
+    Of the parties at least those are there in which `rank` is involved.
+    """
     first = views[0][0]
-    dtype, shape = dtypes.of(first.dtype), first.shape
-    kind = first.spread[0]
+    shape, kind = first.shape, first.spread[0]
     if any(v.spread[0] != kind for v, _ in views) or (kind in ("mesh", "whole") and len(views) > 1):
         a, b = views[0], views[1]
         msg = (
@@ -505,53 +369,91 @@ def _array(
             "all ranks must describe an array alike"
         )
         raise MismatchError(msg)
-    mine: list[tuple[list[Box], tuple[int, ...]]] = []
-    if kind == "whole":
-        edges: list[Box] = []
-        if rank in views[0][1]:
-            mine.append(([Box.whole(shape)], tuple(views[0][1])))
-    elif kind == "mesh":
-        mesh = Mesh(first.spread)
-        edges = mesh.steps(shape)
-        coordinate = mesh.coordinate(rank)
-        if coordinate is not None:
-            mine.append((boxes_of_intervals(mesh.local(shape, coordinate)), mesh.replicas(coordinate)))
-    else:
-        edges, mine = _explicit(name, views, rank)
-    codec = None if name in options.raw else codec_for(name, dtype, options.compression)
-    flat = kind == "flat"
-    note = "stored raw: compression does not pay" if name in options.raw else ""
-    if codec is not None and (flat or prod(shape) == 0):
-        codec, note = None, "stored raw: flat shards do not end at chunk boundaries" if flat else ""
-    if not options.positional and flat:
+    edges = _edges(name, views)
+    note = ""
+    if codec is not None and prod(shape) == 0:
+        codec = None
+    if codec is not None and kind == "flat" and not options.handover:
+        codec, note = None, "stored raw: flat shards do not end at chunk boundaries"
+    many = codec is not None or (not options.positional and prod(shape) > 0)
+    if not options.positional and kind == "flat" and not options.handover:
         msg = (
-            f"{name!r} is held as flat ranges, which this store cannot take from several writers; "
-            "save it as DTensor shards or to a local path"
+            f"{name!r} is held as flat ranges, which this store cannot take from several writers without a hand-over; "
+            "allow it (Settings.handover), or save it as DTensor shards or to a local path"
         )
         raise MismatchError(msg)
-    layout = choose(
-        shape,
-        dtype.itemsize,
+    layout = _layout(first, edges, options, codec, many=many)
+    if many and (kind == "flat" or _too_small(layout, options, codec)):
+        if options.handover:
+            layout = _blocks_for(first, views, options, codec)
+            return layout, codec, note, parties.of_blocks(layout, _shards(layout, views))
+        if codec is not None and options.positional:
+            layout, codec, note = (
+                _layout(first, edges, options, None, many=False),
+                None,
+                "stored raw: its shards have no useful common boundary",
+            )
+    return layout, codec, note, _held(layout, views, rank, span)
+
+
+def _layout(desc: Desc, edges: list[Box], options: Options, codec: Codec | None, *, many: bool) -> Layout:
+    return choose(
+        desc.shape,
+        dtypes.of(desc.dtype).itemsize,
         edges,
-        flat=flat,
-        many=codec is not None or (not options.positional and prod(shape) > 0),
+        flat=desc.spread[0] == "flat",
+        many=many,
         compressed=codec is not None,
         chunk_bytes=options.chunk_bytes,
         block_bytes=options.block_bytes,
     )
-    if codec is not None and options.positional and layout.blocks > _MANY_FILES and layout.block_bytes < _TINY_FILE:
-        options = replace(options, raw=options.raw | {name})
-        array, mine = _array(name, views, rank, options)
-        return replace(array, note="stored raw: its shards have no useful common boundary"), mine
-    return Array(name, dtype, layout, codec, note), mine
 
 
-def _explicit(
-    name: str, views: list[tuple[Desc, list[int]]], rank: int
-) -> tuple[list[Box], list[tuple[list[Box], tuple[int, ...]]]]:
+def _too_small(layout: Layout, options: Options, codec: Codec | None) -> bool:
+    """Whether blocks that end where shards do are not worth their files."""
+    if codec is not None and options.positional:
+        return layout.blocks > _MANY_FILES and layout.block_bytes < _TINY_FILE
+    return options.handover and layout.blocks >= _FEW_FILES and layout.block_bytes < min(MIB, options.extent_bytes)
+
+
+def _blocks_for(desc: Desc, views: list[tuple[Desc, list[int]]], options: Options, codec: Codec | None) -> Layout:
+    """Blocks that ignore where shards end: about as many as there are shards, but none of less than an extent."""
+    shards = Mesh(desc.spread).shards() if desc.spread[0] == "mesh" else len(views)
+    size = min(options.block_bytes, max(_nbytes(desc) // shards, options.extent_bytes))
+    return _layout(desc, [], replace(options, block_bytes=size), codec, many=True)
+
+
+def _edges(name: str, views: list[tuple[Desc, list[int]]]) -> list[Box]:
+    """Boxes with the inner edges of all shards."""
+    desc = views[0][0]
+    if desc.spread[0] == "whole":
+        return []
+    return Mesh(desc.spread).steps(desc.shape) if desc.spread[0] == "mesh" else _explicit(name, views)
+
+
+def _shards(layout: Layout, views: list[tuple[Desc, list[int]]]) -> list[parties.Shard]:
+    """All shards of an array: what is held and who holds it."""
+    desc = views[0][0]
+    if desc.spread[0] == "mesh":
+        return parties.all_shards(layout, Mesh(desc.spread))
+    return [
+        (parties.held_ranges(layout, boxes_of(view.spread, desc.shape, ranks[0])), tuple(ranks))
+        for view, ranks in views
+    ]
+
+
+def _held(layout: Layout, views: list[tuple[Desc, list[int]]], rank: int, span: int) -> list[tuple[Members, Portion]]:
+    """The parties of an array whose shards begin and end where its files allow it."""
+    desc = views[0][0]
+    if desc.spread[0] == "mesh":
+        return parties.of_mesh(layout, Mesh(desc.spread), rank, span)
+    return [parties.one_shard(ranges, ranks) for ranges, ranks in _shards(layout, views) if rank in ranks and ranges]
+
+
+def _explicit(name: str, views: list[tuple[Desc, list[int]]]) -> list[Box]:
     """Boxes named one by one: equal ones are replicas, different ones must not overlap and must fill the array."""
     shape = views[0][0].shape
-    edges, mine, volume = [], [], 0
+    volume = 0
     seen: list[Box] = []
     for desc, holders in views:
         boxes = [box for box in boxes_of(desc.spread, shape, holders[0]) if box.size]
@@ -564,13 +466,10 @@ def _explicit(
                 raise MismatchError(msg)
             seen.append(box)
             volume += box.size
-        edges += boxes
-        if rank in holders and boxes:
-            mine.append((boxes, tuple(holders)))
     if volume != prod(shape):
         msg = f"{name!r}: the ranks together hold {volume} of {prod(shape)} elements; every element needs a holder"
         raise MismatchError(msg)
-    return edges, mine
+    return seen
 
 
 def codec_for(name: str, dtype: object, compression: Sequence[tuple[str, str | None]]) -> Codec | None:
@@ -597,19 +496,6 @@ def matches(name: str, pattern: str) -> bool:
     from fnmatch import fnmatchcase
 
     return fnmatchcase(name, pattern)
-
-
-def _check_blocks(array: Array, ranges: list[tuple[int, int]]) -> None:
-    """Files of their own need whole blocks from one writer."""
-    size = array.layout.block_bytes
-    for a, b in ranges:
-        last = (b - 1) // size
-        if a % size or b != last * size + array.layout.used_bytes(last):
-            msg = (
-                f"{array.name!r}: its shards do not end at common boundaries; "
-                "save it to a local path without compression"
-            )
-            raise MismatchError(msg)
 
 
 def _say(spread: Spread) -> str:

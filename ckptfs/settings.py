@@ -25,6 +25,12 @@ class Settings:
     enter_timeout_s: float = 600.0  # how long the leader waits for a rank to enter a save
     progress_timeout_s: float = 120.0  # how long a rank may stand still before a save is given up
     silence_timeout_s: float = 30.0  # how long a rank may give no sign of life (dead, stopped) before that
+    # Whether a rank may write what another holds: blocks that several hold parts of, and small pieces of neighbours.
+    # Ranks then talk to each other over TCP. The same on all ranks.
+    handover: bool = True
+    handover_ranks: int = 16  # neighbours put small pieces together where an array has so many shards or more
+    files_per_rank: int = 256  # how many files they aim at
+    handover_host: str = ""  # where the others reach this rank; empty: by the way that leads to MASTER_ADDR
     # Whether ranks that hold the same write the part of one that fails. "always": each rank of a background save copies
     # that part too, before training goes on, if the staging memory has room. "free": only while nobody waits, so not in
     # snapshots. "off": the save fails.

@@ -17,12 +17,13 @@ import numpy as np
 from ckptfs import dtypes
 from ckptfs.box import Box
 from ckptfs.errors import MismatchError
-from ckptfs.saveplan import Desc, boxes_of
+from ckptfs.mesh import boxes_of
+from ckptfs.saveplan import Desc
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptfs.saveplan import Spread
+    from ckptfs.mesh import Spread
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ a GPU run on a stream of their own into pinned memory, and the job says when the
 
 from __future__ import annotations
 
+import bisect
 import os
 import sys
+import threading
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -15,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckptfs.errors import CkptError
-from ckptfs.saveplan import cut_evenly
+from ckptfs.ranges import cut_evenly
 from ckptfs.shards import as_numpy
 from ckptfs.storage.directio import Buffer, BufferPool, address_of, mapped_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ckptfs.array import Data
     from ckptfs.box import Box
@@ -121,6 +123,21 @@ def _run_of(layout: Layout, box: Box, data: Data, start: int, stop: int) -> Data
     first = start // layout.itemsize - box.start[0] * prod(shape[1:])
     last = first + (stop - start) // layout.itemsize
     return data.reshape(-1)[first:last] if first >= 0 and last <= data.size else None
+
+
+def split(part: Part, handed: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int | None]]:
+    """A part as ranges that come from one place each: (start, stop, the rank that holds it, None for this one)."""
+    at = part.start
+    for i in range(bisect.bisect_right(handed, part.start, key=lambda one: one[1]), len(handed)):
+        start, stop, rank = handed[i]
+        if start >= part.stop:
+            break
+        if at < start:
+            yield at, start, None
+        yield max(start, part.start), min(stop, part.stop), rank
+        at = min(stop, part.stop)
+    if at < part.stop:
+        yield at, part.stop, None
 
 
 class Started:
@@ -238,12 +255,33 @@ def copies_of_unowned(held: Iterable[Held], owned: set[int]) -> int:
     return copied
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Logical bytes [start, stop) of an array that a rank holds, and where they belong."""
+
+    rank: int
+    array: int
+    start: int
+    stop: int
+    into: memoryview
+
+
 class Stager:
-    """Copies jobs into buffers. One a save; `copy` is called by one thread, what it returns is awaited by any."""
+    """Copies jobs into buffers. One a save; `copy` is called by one thread, what it returns is awaited by any.
+
+    `pull` fetches what other ranks hold of a job (see handover.py).
+    """
 
     def __init__(
-        self, plan: SavePlan, pieces: Sequence[Sequence[tuple[Box, Any]]], started: Started, pool: StagingPool
+        self,
+        plan: SavePlan,
+        pieces: Sequence[Sequence[tuple[Box, Any]]],
+        started: Started,
+        pool: StagingPool,
+        pull: Callable[[list[Wanted]], None] | None = None,
     ) -> None:
+        self._pull = pull
+        self._lock = threading.Lock()
         self._plan = plan
         self._pieces = pieces
         self._pool = pool
@@ -252,19 +290,37 @@ class Stager:
 
     def copy(self, job: Job, buffer: Buffer) -> list[Any]:
         """Fill the buffer; returns the CUDA events of copies that are still under way."""
-        devices = set()
+        devices: set[Any] = set()
+        wanted: list[Wanted] = []
         for part in job.parts:
-            layout = self._plan.arrays[part.array].layout
             into = buffer.view[part.at : part.at + part.stop - part.start]
-            held = self._pieces[part.array]
-            here = {data.device for _, data in held if getattr(data, "is_cuda", False)}
-            if here:
-                self._pool.pin(buffer)
-                self._fill_from_gpu(layout, held, part, into)
-                devices |= here
-            else:
-                fill(layout, held, part.start, part.stop, into)
+            pulls = self._plan.pulls.get(part.array) if self._pull is not None else None
+            for start, stop, rank in [(part.start, part.stop, None)] if pulls is None else split(part, pulls):
+                view = into[start - part.start : stop - part.start]
+                if rank is None:
+                    devices |= self._fill(part.array, start, stop, view, buffer)
+                else:
+                    wanted.append(Wanted(rank, part.array, start, stop, view))
+        if wanted and self._pull is not None:
+            self._pull(wanted)
         return [self._record(device) for device in devices]
+
+    def read(self, array: int, start: int, stop: int, into: memoryview) -> None:
+        """The stored bytes [start, stop) of an array, from this rank's live tensors; by any thread."""
+        for device in self._fill(array, start, stop, into, None):
+            self._record(device).synchronize()
+
+    def _fill(self, array: int, start: int, stop: int, into: memoryview, buffer: Buffer | None) -> set[Any]:
+        """Returns the devices that copies were begun from."""
+        layout, held = self._plan.arrays[array].layout, self._pieces[array]
+        here = {data.device for _, data in held if getattr(data, "is_cuda", False)}
+        if here:
+            if buffer is not None:
+                self._pool.pin(buffer)
+            self._fill_from_gpu(layout, held, start, stop, into)
+        else:
+            fill(layout, held, start, stop, into)
+        return here
 
     def wait_landed(self) -> None:
         """Every copy that was begun is complete."""
@@ -278,20 +334,23 @@ class Stager:
         return event
 
     def _stream(self, device: Any) -> Any:
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = sys.modules["torch"].cuda.Stream(device)
-            # What the caller's stream had queued (the update that made these values) comes first.
-            if device in self._started.events:
-                stream.wait_event(self._started.events[device])
+        with self._lock:
+            stream = self._streams.get(device)
+            if stream is None:
+                stream = self._streams[device] = sys.modules["torch"].cuda.Stream(device)
+                # What the caller's stream had queued (the update that made these values) comes first.
+                if device in self._started.events:
+                    stream.wait_event(self._started.events[device])
         return stream
 
-    def _fill_from_gpu(self, layout: Layout, held: Sequence[tuple[Box, Any]], part: Part, into: memoryview) -> None:
+    def _fill_from_gpu(
+        self, layout: Layout, held: Sequence[tuple[Box, Any]], start: int, stop: int, into: memoryview
+    ) -> None:
         torch = sys.modules["torch"]
         size = layout.itemsize
         carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[size]
         flat = torch.frombuffer(into, dtype=carrier)
-        for offset, valid, padded in layout.parts(part.start, part.stop):
+        for offset, valid, padded in layout.parts(start, stop):
             out = flat[offset // size : offset // size + padded.size].view(padded.shape)
             if valid.shape != padded.shape:
                 out.zero_()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfs import zarr3
 from ckptfs.errors import CkptError, StorageError
 from ckptfs.manifest import digest
-from ckptfs.saveplan import cut
+from ckptfs.ranges import cut
 from ckptfs.storage.directio import DirectWriter
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class Pipeline:
 
     def feed(self, job: Job) -> None:
         """Copy a job's bytes (here, now) and hand them to the writers; waits while all buffers are in use."""
-        self._raise_if_broken()
+        self.raise_if_broken()
         buffer = self._acquire()
         begin = time.perf_counter()
         try:
@@ -269,7 +269,7 @@ class Pipeline:
                 return self._pool.acquire(1.0 if self._go.is_set() else 0.0)
             except StorageError:
                 self.go()
-                self._raise_if_broken()  # else: just a slow store
+                self.raise_if_broken()  # else: just a slow store
 
     def go(self) -> None:
         """Everything is copied: write, if that has not begun yet."""
@@ -277,7 +277,8 @@ class Pipeline:
             self.files.go()
         self._go.set()
 
-    def _raise_if_broken(self) -> None:
+    def raise_if_broken(self) -> None:
+        """Raise what this save has failed with, here or on another rank, if it has."""
         if self._error is not None:
             raise self._error
         if self.files is not None:
@@ -322,7 +323,7 @@ class Pipeline:
                 for event in events:  # also after an error: a copy must not land in a buffer that others use
                     event.synchronize()
                 if self._error is None:
-                    self._raise_if_broken()
+                    self.raise_if_broken()
                     for part in job.parts:
                         self._write(part, buffer.view[part.at : part.at + part.stop - part.start])
             except BaseException as error:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptfs
-from ckptfs.saveplan import intervals
+from ckptfs.mesh import intervals
 from ckptfs.verify import verify
 
 SHAPES = [(), (0, 4), (1,), (3,), (7,), (64,), (8, 6), (5, 7), (13, 4, 3), (2, 9, 5), (16, 12), (3, 2, 4, 5)]

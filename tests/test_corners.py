@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ckptfs import expr, loadplan, manifest, rules, saveplan, tags, tree
+from ckptfs import expr, loadplan, manifest, mesh, rules, saveplan, tags, tree
 from ckptfs.box import Box
 from ckptfs.codec import Codec
 from ckptfs.errors import CorruptError, FormatError, MismatchError
@@ -379,8 +379,8 @@ def test_big_endian_arrays_are_stored_native_and_come_back_as_they_were():
 
 def test_a_rank_outside_a_mesh_holds_nothing():
     spread = ["mesh", [4], [2, 4], ["S0"]]
-    assert saveplan.Mesh(spread).coordinate(1) is None
-    assert saveplan.boxes_of(spread, (8, 2), 1) == []
+    assert mesh.Mesh(spread).coordinate(1) is None
+    assert mesh.boxes_of(spread, (8, 2), 1) == []
 
 
 def planned(spreads, shape, **more):
@@ -390,20 +390,24 @@ def planned(spreads, shape, **more):
     return saveplan.Inputs(descs, list(range(len(descs))), chosen).plan(0)
 
 
-def test_flat_ranges_need_a_store_that_takes_them():
+def test_without_hand_over_flat_ranges_need_a_store_that_takes_them():
     halves = [["flat", 0, 20], ["flat", 20, 40]]
     assert planned(halves, (10, 4)).nbytes == 80
+    assert planned(halves, (10, 4), positional=False).nbytes > 0
     with pytest.raises(MismatchError, match="flat ranges"):
-        planned(halves, (10, 4), positional=False)
+        planned(halves, (10, 4), positional=False, handover=False)
 
 
-def test_files_of_their_own_need_whole_blocks_from_one_writer():
-    """Blocks are chosen so that this holds; the check stands behind that choice."""
-    spreads = [["boxes", [[[0, 0], [3, 4]]]], ["boxes", [[[3, 0], [10, 4]]]]]
-    (array,) = planned(spreads, (10, 4), positional=False).arrays
-    saveplan._check_blocks(array, [(0, array.layout.block_bytes)])
-    with pytest.raises(MismatchError, match="common boundaries"):
-        saveplan._check_blocks(array, [(4, array.layout.block_bytes)])
+def test_without_hand_over_flat_and_very_uneven_shards_are_stored_raw():
+    zstd = {"compression": (("*", "zstd"),), "handover": False}
+    (array,) = planned([["flat", 0, 20], ["flat", 20, 40]], (10, 4), **zstd).arrays
+    assert (array.codec, array.note) == (None, "stored raw: flat shards do not end at chunk boundaries")
+    cuts = [["boxes", [[[a, 0], [b, 4]]]] for a, b in [(0, 1000), (1000, 2001), (2001, 3001)]]
+    (array,) = planned(cuts, (3001, 4), **zstd).arrays
+    assert (array.codec, array.note) == (None, "stored raw: its shards have no useful common boundary")
+    (array,) = planned(cuts, (3001, 4), compression=zstd["compression"]).arrays
+    assert array.codec is not None
+    assert array.note == ""
 
 
 def test_a_description_that_no_rank_gave_is_left_out():

@@ -19,11 +19,11 @@ ROWS = [
     "views",
     "run signals training watch diff verify stats safe_open",
     "checkpoint save asyncsave takeover retention load view stream shared_reads",
-    "write commit read lease meet",
+    "write commit read lease meet handover",
     "stage ranks storage zarr_dtypes zarr_plugin maps progress",
     "array",
     "shards",
-    "tree tags saveplan loadplan",  # from here on: pure
+    "tree tags saveplan loadplan parties mesh ranges",  # from here on: pure
     "grid codec zarr3 manifest rules layout_ops expr",
     "box dtypes settings trace errors version",
 ]

@@ -13,7 +13,7 @@ from ckptfs.codec import Codec
 from ckptfs.grid import choose
 from ckptfs.loadplan import covering, requests, union
 from ckptfs.manifest import HASH_BYTES, Param, run_lengths
-from ckptfs.saveplan import cut
+from ckptfs.ranges import cut
 
 
 @st.composite

@@ -164,9 +164,39 @@ def test_a_damaged_object_is_found(where):
         run[1].tree(numpy=True)
 
 
-def test_flat_shards_say_what_to_do(where):
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_flat_shards_and_rows_of_any_number_are_read_back_here_and_by_zarr(where, compression):
+    """Rank 1 begins in the middle of a row, and neither block nor chunk begins there."""
+    data, rows = full(), [0, 101, ROWS]
+    cut = 37 * COLUMNS + 5
+
     def work(rank, group):
+        flat = data.reshape(-1)[:cut] if rank == 0 else data.reshape(-1)[cut:]
+        a, b = rows[rank : rank + 2]
+        boxes = LocalShard([data[a:b].copy()], data.shape, ["boxes", [[[a, 0], [b, COLUMNS]]]])
+        tree = {"flat": ckptfs.FlatShard(flat.copy(), data.shape, rank * cut), "boxes": boxes}
         with run_of(where, group=group) as run:
+            return run.save(1, tree, compression=compression)
+
+    assert not any("stored raw" in note for note in on_ranks(2, work)[0].notes)
+    with run_of(where) as run, run[1] as checkpoint:
+        assert verify(checkpoint) == []
+        assert checkpoint.param("flat").layout.files > 1
+        for name in ("flat", "boxes"):
+            assert (checkpoint.param(name).codec is None) == (compression is None)
+            assert np.array_equal(checkpoint[name].numpy(), data)
+    url, options = where
+    if url.startswith("memory:"):  # of this process, where zarr does not look
+        return
+    group = pytest.importorskip("zarr").open_group(f"{url}/step-00000001", mode="r", storage_options=options)
+    assert np.array_equal(group["flat"][...], data)
+    assert np.array_equal(group["boxes"][...], data)
+
+
+def test_without_hand_over_flat_shards_say_what_to_do(where):
+    def work(rank, group):
+        url, options = where
+        with ckptfs.Run(url, settings=ckptfs.Settings(handover=False), group=group, **options) as run:
             shard = ckptfs.FlatShard(np.arange(5.0) + 5 * rank, (10,), 5 * rank)
             with pytest.raises(SaveError, match=r"MismatchError: 'w'.*local path"):
                 run.save(1, {"w": shard})

@@ -12,20 +12,9 @@ from hypothesis import strategies as st
 
 from ckptfs import dtypes
 from ckptfs.errors import MismatchError
-from ckptfs.saveplan import (
-    Desc,
-    Mesh,
-    Options,
-    boxes_of,
-    cut,
-    cut_evenly,
-    describe,
-    intervals,
-    merge,
-    parse,
-    plan,
-    share,
-)
+from ckptfs.mesh import Mesh, boxes_of, intervals
+from ckptfs.ranges import cut, cut_evenly, merge, share
+from ckptfs.saveplan import Desc, Options, describe, parse, plan
 from ckptfs.shards import hold
 from spreads import chunks, local_indices, random_array, shapes, spreadings, strided
 

@@ -177,22 +177,25 @@ def test_values_that_differ_by_rank_under_one_name_are_never_mixed(size):
     assert Run(store).steps() == []
 
 
-def test_shards_without_a_useful_common_boundary_are_stored_raw_with_a_note(folder):
-    """Compressed, every row would be a file of its own."""
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_shards_without_a_useful_common_boundary_are_handed_over_or_stored_raw_with_a_note(folder, handed_over):
+    """Compressed and each from its holder, every row would be a file of its own."""
+    where = f"{folder}/boundary-{handed_over}"
     data = np.zeros((3001, 4), "f4")
     cuts = [(0, 1000), (1000, 2001), (2001, 3001)]
 
     def save(rank, group):
         a, b = cuts[rank]
         shard = LocalShard([data[a:b].copy()], data.shape, ["boxes", [[[a, 0], [b, 4]]]])
-        with Run(LocalStore(f"{folder}/raw"), group=group) as run:
+        with Run(LocalStore(where), group=group, settings=Settings(handover=handed_over)) as run:
             return run.save(1, {"w": shard}, compression="zstd")
 
     notes = on_ranks(3, save)[0].notes
-    assert len(notes) == 1
-    assert "w: stored raw" in notes[0]
-    with Run(f"{folder}/raw")[1] as checkpoint:
+    assert len(notes) == (0 if handed_over else 1)
+    assert all("w: stored raw" in note for note in notes)
+    with Run(where)[1] as checkpoint:
         assert checkpoint.param("w").layout.files == 1
+        assert (checkpoint.param("w").codec is not None) == handed_over
         assert same(checkpoint["w"].numpy(), data)
 
 

@@ -17,7 +17,8 @@ import zlib
 from dataclasses import dataclass
 from math import prod
 
-from ckptfs import commit, manifest, saveplan
+from ckptfs import commit, manifest, mesh, parties, ranges, saveplan
+from ckptfs.grid import Layout
 from ckptfs.saveplan import Desc, Options, SavePlan
 from ckptfs.stage import jobs_of
 from ckptfs.write import Written
@@ -78,13 +79,13 @@ def shapes(model: Model) -> list[tuple[str, tuple[int, ...], int | None]]:
     return out
 
 
-def with_optimizer(name: str, shape: tuple[int, ...], spread: saveplan.Spread) -> list[Desc]:
+def with_optimizer(name: str, shape: tuple[int, ...], spread: mesh.Spread) -> list[Desc]:
     parts = ("model", "optim/exp_avg", "optim/exp_avg_sq")
     return [Desc(f"{part}/{name}", "float32", shape, spread) for part in parts]
 
 
 def mesh_ranks(first: int, count: int) -> list[int]:
-    return [first, first + 1] if count == 2 else [first, count]  # see saveplan.Mesh
+    return [first, first + 1] if count == 2 else [first, count]  # see mesh.Mesh
 
 
 def fsdp(model: Model, world: int) -> tuple[list[list[Desc]], list[int]]:
@@ -142,12 +143,13 @@ def simulate(model: Model, layout: str, world: int, samples: int) -> dict[str, o
     plans: list[SavePlan] = []
     times = []
     for rank in ranks:
-        saveplan.intervals.cache_clear()
+        mesh.intervals.cache_clear()
         begin = time.perf_counter()
         plans.append(saveplan.plan(parsed, of_rank, rank, Options()))
         times.append(time.perf_counter() - begin)
     total = sum(prod(d.shape) * 4 for descs in descriptions for d in descs)
-    extents = [sum(len(saveplan.cut(a, b, p.extent_bytes)) for r in p.pieces.values() for a, b in r) for p in plans]
+    extents = count_extents(parsed, of_rank)
+    few = [sum(sum(b - a for a, b in r) < Options().large_bytes for r in p.pieces.values()) for p in plans]
     per_rank = sorted(p.nbytes for p in plans)
     mean = total / world
     return {
@@ -161,12 +163,62 @@ def simulate(model: Model, layout: str, world: int, samples: int) -> dict[str, o
         "plan_max_s": round(max(times), 3),
         "exchanged_mb": round(exchanged / 1e6, 2),
         "files_per_rank": max(len(p.pieces) for p in plans),
+        "small_files_per_rank": max(few),  # of which the rank writes less than 8 MiB
+        "handed_over": round(max(handed_bytes(p) / max(1, p.nbytes) for p in plans), 3),
         "jobs_per_rank": max(len(jobs_of(p, 8 << 20, 256 << 10)) for p in plans),
-        "extents_total": round(sum(extents) / len(extents) * world),
-        "manifest_mb": round(sum(extents) / len(extents) * world * 34 / 1e6, 1),
+        "extents_total": extents,
+        "manifest_mb": round(extents * 34 / 1e6, 1),
         "imbalance": round(per_rank[-1] / mean - 1, 3),
         "replica_imbalance": round(replica_imbalance(parsed, of_rank), 4),
     }
+
+
+def handed_bytes(plan: SavePlan) -> int:
+    """What this rank gets from others to write it."""
+    return sum(b - a for handed in plan.pulls.values() for a, b, _ in handed)
+
+
+def count_extents(descriptions: list[tuple[list[Desc], dict[str, str]]], of_rank: list[int]) -> int:
+    """Of all ranks, exactly: dealing cuts between extents only, so each party's ranges say how many there are."""
+    extent_bytes, all_ranges = dealt_ranges(descriptions, of_rank)
+    counts: dict[int, int] = {}  # arrays alike have one list
+    for found in all_ranges:
+        if id(found) not in counts:
+            counts[id(found)] = sum(len(ranges.cut(a, b, extent_bytes)) for a, b in found)
+    return sum(counts[id(found)] for found in all_ranges)
+
+
+def dealt_ranges(
+    descriptions: list[tuple[list[Desc], dict[str, str]]], of_rank: list[int]
+) -> tuple[int, list[list[ranges.Range]]]:
+    """The length of an extent; by array in order of the names, what each of its parties holds."""
+    options = Options()
+    known = saveplan._gather(descriptions, of_rank)  # noqa: SLF001 - the planner's own parts, put together otherwise
+    state_bytes = sum(prod(views[0][0].shape) * 4 for views in known.values())
+    extent_bytes = saveplan.extent_size(state_bytes, options.extent_bytes)
+    spans = saveplan._spans(known, options, extent_bytes)  # noqa: SLF001
+    found: dict[str, list[ranges.Range]] = {}
+    keys = []
+    for _, views in sorted(known.items()):
+        desc = views[0][0]
+        keys.append(f"{desc.shape} {desc.spread}")
+        if keys[-1] not in found:
+            layout = saveplan._layout(desc, saveplan._edges(desc.name, views), options, None, many=False)  # noqa: SLF001
+            span = saveplan._span_of(desc, spans, options)  # noqa: SLF001
+            found[keys[-1]] = ranges_of_parties(layout, mesh.Mesh(desc.spread), span)
+    return extent_bytes, [found[key] for key in keys]
+
+
+def ranges_of_parties(layout: Layout, spread: mesh.Mesh, span: int) -> list[ranges.Range]:
+    done: set[int] = set()
+    found: list[ranges.Range] = []
+    for at in spread.coordinates():
+        rank = spread.replicas(at)[0]
+        if rank not in done:
+            ((members, portion),) = parties.of_mesh(layout, spread, rank, span)
+            done.update(members)
+            found += portion.ranges
+    return sorted(found)
 
 
 def replica_imbalance(
@@ -174,7 +226,7 @@ def replica_imbalance(
 ) -> float:
     """By how much the busiest of the ranks that hold the same as rank 0 exceeds their mean."""
     spreads = [d.spread for d in descriptions[0][0]]
-    groups = {saveplan.Mesh(s).replicas(saveplan.Mesh(s).coordinate(0) or ()) for s in spreads[:1]}
+    groups = {mesh.Mesh(s).replicas(mesh.Mesh(s).coordinate(0) or ()) for s in spreads[:1]}
     group = max(groups, key=len)
     if len(group) == 1 or len(group) > most:
         group = group[:: max(1, len(group) // most)]
@@ -185,12 +237,14 @@ def replica_imbalance(
 def merge(model: Model, layout: str, world: int) -> dict[str, object]:
     """The leader's part of a commit: reports of all ranks read, checked against the plan, made one manifest."""
     descriptions, of_rank = LAYOUTS[layout](model, world)
-    plan = saveplan.plan([(descs, {}) for descs in descriptions], of_rank, 0, Options())
+    given: list[tuple[list[Desc], dict[str, str]]] = [(descs, {}) for descs in descriptions]
+    plan = saveplan.plan(given, of_rank, 0, Options())
     written = []
-    for number, array in enumerate(plan.arrays):
-        for a, b in saveplan.cut(0, array.layout.logical_bytes, 8 << 20):
-            hashes = os.urandom(16 * len(saveplan.cut(a, b, plan.extent_bytes)))
-            written.append(Written(number, a, b, None, hashes))
+    for number, found in enumerate(dealt_ranges(given, of_rank)[1]):
+        for start, stop in found:
+            for a, b in ranges.cut_evenly(start, stop, 8 << 20, plan.extent_bytes):
+                hashes = os.urandom(16 * len(ranges.cut(a, b, plan.extent_bytes)))
+                written.append(Written(number, a, b, None, hashes))
     reports = [commit.pack_report(written[rank::world], {}) for rank in range(world)]
     begin = time.perf_counter()
     unpacked = [commit.unpack_report(report) for report in reports]

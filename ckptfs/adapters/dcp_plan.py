@@ -20,7 +20,8 @@ from ckptfs.box import Box
 from ckptfs.codec import Codec
 from ckptfs.errors import CkptError, MismatchError
 from ckptfs.grid import Layout, choose
-from ckptfs.saveplan import Array, codec_for, cut, extent_size
+from ckptfs.ranges import cut
+from ckptfs.saveplan import Array, codec_for, extent_size
 from ckptfs.write import Written
 
 from .dcp_tree import name_of, path_of

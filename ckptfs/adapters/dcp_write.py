@@ -25,6 +25,7 @@ from torch.futures import Future
 
 from ckptfs import commit, dtypes, saveplan, tree, zarr3
 from ckptfs.errors import CkptError, ExistsError, MismatchError, SaveError
+from ckptfs.ranges import merge
 from ckptfs.run import patterns_of, read_assets
 from ckptfs.settings import Settings
 from ckptfs.shards import hold
@@ -235,8 +236,7 @@ class StorageWriter(TorchWriter):
         options = self._plan_options(store)
         arrays, pieces, values = self._resolve(plan, planner, attached, options)
         ranges = {
-            i: saveplan.merge([r for box, _ in pieces[i] for r in array.layout.ranges(box)])
-            for i, array in enumerate(arrays)
+            i: merge([r for box, _ in pieces[i] for r in array.layout.ranges(box)]) for i, array in enumerate(arrays)
         }
         extent_bytes = attached.extent_bytes if attached is not None else self.settings.extent_bytes
         own = saveplan.SavePlan(arrays, {i: r for i, r in ranges.items() if r}, {}, extent_bytes)

@@ -64,6 +64,7 @@ class Round:
         self._deadline_s = deadline_s
         self._shared: list[str] = []
         self._verdict: tuple[CkptError | None, bytes] | None = None
+        self._leaderless: SaveError | None = None  # the leader was found lost
         self._act = ""  # "2" once this rank has heard the order to stand in for others
         self._beats = _Beats(self)
 
@@ -216,6 +217,17 @@ class Round:
         if self._verdict is not None and self._verdict[0] is not None:
             raise self._verdict[0]
 
+    def listen(self, limit_s: float) -> None:
+        """Something is wrong that another rank knows more of: raise what the save has failed with, if that is known
+        within `limit_s`, or that the leader is lost.
+        """
+        ends_s = time.monotonic() + limit_s
+        with self._naming_the_store():
+            for _ in self._patience("verdict", None):
+                self.check()
+                if time.monotonic() > ends_s:
+                    return
+
     # -- the end
 
     def report(self, payload: bytes = b"") -> None:
@@ -271,6 +283,8 @@ class Round:
         return payload
 
     def _await_verdict(self, on_order: Callable[[bytes], bytes | None] | None) -> None:
+        if self._leaderless is not None and not self._read_verdict():
+            raise self._leaderless
         self.heartbeat("verdict")
         ends = None if self._deadline_s is None else self._started_s + self._deadline_s + self.timeouts.grace_s
         for looking in self._patience("verdict", ends):
@@ -419,10 +433,11 @@ class Round:
 
     def _leader_lost(self, what: str, wrong: str) -> SaveError:
         unsure = "; it may still have committed: look at the run's latest step" if what == "verdict" else ""
-        return SaveError(
+        self._leaderless = SaveError(
             f"step {self.step} of {self._name} was not confirmed: rank 0, which leads the save, is lost{unsure}",
             {0: wrong},
         )
+        return self._leaderless
 
     @contextlib.contextmanager
     def _naming_the_store(self) -> Iterator[None]:
@@ -545,6 +560,12 @@ class LeaderRound(Round):
         except BaseException:
             self._move("gather failed")
             raise
+
+    def lose(self, rank: int, why: str) -> SaveError:
+        """The leader itself has found a rank gone before all have reported: the error that every rank raises."""
+        self._failures.setdefault(rank, why)
+        self._abort_error = self._failed(dict(self._failures))
+        return self._abort_error
 
     def order(self, payload: bytes, ranks: Collection[int]) -> None:
         """After gather_some: have these ranks stand in for the lost ones; a second `gather_some` collects them."""

@@ -288,6 +288,7 @@ def _simulation_lines(rows: Sequence[dict[str, Any]]) -> Iterable[list[str]]:
     for key, text, limit, shown in (
         ("plan_max_s", "a rank plans in under 1 s", 1.0, "{:.2f} s"),
         ("exchanged_mb", "under 10 MB exchanged by all ranks", 10.0, "{:.2f} MB"),
+        ("small_files_per_rank", "a rank opens at most 256 files for less than 8 MiB each", 257.0, "{:.0f}"),
         ("merge_s", "the leader merges in under 10 s", 10.0, "{:.1f} s"),
         ("replica_imbalance", "replicated bytes balanced within 5 %", 0.05, "{:.1%}"),
     ):

@@ -1,0 +1,185 @@
+"""Hand-over between real processes: DTensors and flat shards, and ranks that stop or die while others fetch from them."""
+
+import json
+import os
+
+import pytest
+
+import ckptfs
+
+pytest.importorskip("torch")
+
+PRELUDE = """
+import json, os, signal, sys, time
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+import ckptfs
+from ckptfs.storage import FileOps, LocalStore
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+folder = sys.argv[1]
+SETTINGS = ckptfs.Settings(
+    io_bytes=65536, extent_bytes=16384, enter_timeout_s=20.0, progress_timeout_s=10.0, silence_timeout_s=5.0,
+    small_file_bytes=1024, buffer_bytes=1, async_buffer_bytes=1, handover_ranks=2, files_per_rank=0,
+)
+mesh = init_device_mesh("cpu", (size,))
+pids = [None] * size
+dist.all_gather_object(pids, os.getpid())
+
+
+def full(step):
+    made = torch.Generator().manual_seed(step)
+    return {f"w{i}": torch.randn(101 + 40 * i, 64, generator=made).to(torch.bfloat16 if i % 2 else torch.float32) for i in range(12)}
+
+
+def tree(step):
+    # Sharded by rows, and flat ranges that begin in the middle of rows.
+    found = {}
+    for name, tensor in full(step).items():
+        found[name] = distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
+        part = -(-tensor.numel() // size)
+        piece = tensor.reshape(-1)[rank * part : (rank + 1) * part].clone()
+        found["flat." + name] = ckptfs.FlatShard(piece, tuple(tensor.shape), rank * part)
+    return found
+
+
+def spoil(tree):
+    for value in tree.values():
+        local = value.data if isinstance(value, ckptfs.FlatShard) else value.to_local()
+        local.fill_(-1)
+
+
+class AtWrite(FileOps):
+    '''Does something instead of the fourth write.'''
+
+    def __init__(self, action):
+        self.action, self.writes = action, 0
+
+    def pwrite(self, fd, data, offset):
+        self.writes += 1
+        if self.writes == 4:
+            self.action()
+        return super().pwrite(fd, data, offset)
+
+
+def save(step, mode="save", ops=None, where=None, **how):
+    run = ckptfs.Run(where or LocalStore(folder, **({"ops": ops} if ops else {})), settings=SETTINGS)
+    value = tree(step)
+    if mode == "save":
+        run.save(step, value, **how)
+    else:
+        pending = run.save_async(step, value, **how, **({"before_update": [lambda hold: holds.append(hold)]} if mode == "lazy" else {}))
+        while holds:
+            holds.pop()()
+        spoil(value)
+        pending.wait()
+
+
+holds = []
+
+
+def sound(step, where=None):
+    run = ckptfs.Run(where or folder)
+    assert run.verify(step) == []
+    with run[step] as checkpoint:
+        for name, tensor in full(step).items():
+            assert torch.equal(checkpoint[name].torch(), tensor), name
+            assert torch.equal(checkpoint["flat." + name].torch(), tensor), name
+
+
+def caught(action):
+    began = time.monotonic()
+    try:
+        action()
+    except ckptfs.SaveError as error:
+        return {"text": str(error), "ranks": sorted(error.by_rank), "took_s": time.monotonic() - began}
+"""
+
+MODES = (
+    PRELUDE
+    + """
+for step, (mode, how) in enumerate([(m, h) for m in ("save", "snapshot", "lazy") for h in ({}, {"compression": "zstd"})]):
+    save(step, mode, **how)
+    if rank == 0:
+        sound(step)
+    dist.barrier()
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stopped(victim, step, mode):
+    try:
+        return save(step, mode, AtWrite(stop) if rank == victim else None)
+    finally:
+        if rank == 0:
+            os.kill(pids[victim], signal.SIGCONT)
+
+
+for step, mode in ((10, "save"), (12, "snapshot"), (14, "lazy")):
+    found = [None] * size
+    dist.all_gather_object(found, caught(lambda: stopped(2, step, mode)))
+    if rank == 0:
+        print("FOUND", json.dumps([mode, found]), flush=True)
+    dist.barrier()
+    save(step + 1)
+    if rank == 0:
+        sound(step + 1)
+    dist.barrier()
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.timeout(170)
+def test_real_ranks_hand_over_in_every_mode_and_name_one_that_is_stopped(torchrun, tmp_path):
+    job = torchrun(4, MODES, tmp_path / "run", timeout_s=150)
+    found = dict(json.loads(line[6:]) for line in job.by_rank[0].splitlines() if line.startswith("FOUND "))
+    assert found.keys() == {"save", "snapshot", "lazy"}
+    for mode, errors in found.items():
+        assert None not in errors, f"{mode}: a rank did not notice: {errors}"
+        assert all(error["ranks"] == [2] for error in errors), f"{mode}: {errors}"
+        assert len({error["text"] for error in errors}) == 1, f"{mode}: not the same everywhere: {errors}"
+        assert max(error["took_s"] for rank, error in enumerate(errors) if rank != 2) < 25, f"{mode}: {errors}"
+    assert ckptfs.Run(tmp_path / "run").steps() == [0, 1, 2, 3, 4, 5, 11, 13, 15]
+
+
+DYING = (
+    PRELUDE
+    + """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from the launcher, when it sees that a rank is gone
+victim = int(sys.argv[2])
+save(1)
+error = caught(lambda: save(2, "save", AtWrite(lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == victim else None))
+with open(f"{folder}-rank{rank}.json", "w") as file:
+    json.dump([error, ckptfs.Run(folder).steps()], file)
+os._exit(1)
+"""
+)
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("victim", [3, 0])
+def test_a_rank_that_is_killed_in_a_hand_over_is_named(torchrun, tmp_path, victim):
+    folder = tmp_path / "run"
+    job = torchrun(4, DYING, folder, str(victim), timeout_s=80, check=False)
+    for rank in {0, 1, 2, 3} - {victim}:
+        path = f"{folder}-rank{rank}.json"
+        if not os.path.exists(path):
+            pytest.fail(job.tail())
+        with open(path) as file:
+            error, steps = json.load(file)
+        assert error["ranks"] == [victim], error
+        assert error["took_s"] < 25
+        assert steps == [1]
+    torchrun(
+        3,
+        PRELUDE + "save(5)\nif rank == 0:\n    sound(1)\n    sound(5)\ndist.barrier()\ndist.destroy_process_group()",
+        folder,
+    )
+    assert ckptfs.Run(folder).steps() == [1, 5]
+    assert [name for name in os.listdir(folder) if name.endswith("ing")] == []

@@ -49,6 +49,10 @@ _BAND_BYTES = 4 << 20  # of scattered runs that are brought together
 _STREAMS = 2  # places of one file where bands are brought at the same time
 _SCRATCH_BYTES = 1 << 20  # a shorter range is read into a buffer: readahead would bring far more
 _ALONE_BYTES = 64 << 10  # a range of this length is worth a job of its own
+# A virtual disk tells what is done when nothing is left to do, of all requests at once. So that it gets new ones at
+# that moment, and not when what came is copied and checked, a bulk read has more threads at work than requests in
+# flight: the next ones wait with their buffers. (Multiples of read_threads.)
+_IN_FLIGHT, _AT_WORK = 2, 4
 _FEW = 8  # pieces of one array that are looked at one by one
 _CARRIERS = {size: np.dtype(name) for size, name in {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}.items()}
 _CORES = os.cpu_count() or 1
@@ -84,6 +88,7 @@ class Reader:
         self._lent = False  # the pool is somebody else's to close
         self._files: OpenFiles | None = None
         self._threads: ThreadPoolExecutor | None = None
+        self._turns = threading.Semaphore(_IN_FLIGHT * self.settings.read_threads)
 
     def _scratch(self) -> BufferPool:
         with self._pool_lock:
@@ -102,14 +107,14 @@ class Reader:
         if files is None:
             pool = self._scratch()
             with self._pool_lock:
-                files = self._files = self._files or OpenFiles(self.store, pool)
+                files = self._files = self._files or OpenFiles(self.store, pool, self._turns)
         return files
 
     def _helpers(self) -> ThreadPoolExecutor:
         """Threads that stay: starting them anew takes as long as a megabyte."""
         with self._pool_lock:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(_AT_MOST * self.settings.read_threads - 1, "ckptfs-read")
+                self._threads = ThreadPoolExecutor(_AT_WORK * self.settings.read_threads - 1, "ckptfs-read")
             return self._threads
 
     def count(self, nbytes: int, extents: int = 0) -> None:
@@ -150,7 +155,11 @@ class Reader:
             jobs = self._together(wanted)
         else:
             jobs = (job for param, targets in wanted for job in self._slices(param, targets, verify))
-        self.run(jobs, sum(target.out.nbytes for _, targets in wanted for target in targets), progress)
+        nbytes = sum(target.out.nbytes for _, targets in wanted for target in targets)
+        threads = self.settings.read_threads
+        if verify == "full" and self.store.positional:
+            threads = max(threads, min(_AT_WORK * threads, nbytes // self.settings.io_bytes))
+        self.run(jobs, nbytes, progress, threads)
 
     def read_slices(self, wanted: Iterable[Job | tuple[Param, list[Target]]], nbytes: int, *, verify: str) -> None:
         """Many slices, planned while they are read. An error leaves those filled that were read before it.

@@ -16,11 +16,11 @@ class Settings:
     block_bytes: int = 64 * MIB  # object size where a block is an object of its own
     extent_bytes: int = MIB  # what one checksum covers; grows with the checkpoint, see saveplan
     io_bytes: int = 8 * MIB  # one request to the disk
-    buffer_bytes: int = 240 * MIB  # for copies, per rank: with all else that a save needs it stays within 256 MiB
+    buffer_bytes: int = 230 * MIB  # for copies, per rank: with all else that a save needs it stays within 256 MiB
     async_buffer_bytes: int = 1024 * MIB  # the same for asynchronous saves
     read_buffer_bytes: int = 128 * MIB  # scratch for reads that do not land in place
-    write_threads: int = 4
-    read_threads: int = 4
+    write_threads: int = 8
+    read_threads: int = 4  # bulk reads have more, see read.py
     small_file_bytes: int = 256 * 1024  # below: no reservation, no direct I/O, written in one call
     enter_timeout_s: float = 600.0  # how long the leader waits for a rank to enter a save
     progress_timeout_s: float = 120.0  # how long a rank may stand still before a save is given up

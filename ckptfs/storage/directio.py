@@ -15,6 +15,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import TracebackType
 from typing import Any, Self
@@ -31,15 +32,15 @@ _HUGE_PAGE_BYTES = 2 << 20  # another size elsewhere: then some of the mapping s
 DIRECT_MIN_BYTES = 256 << 10  # below this a buffered call costs less than a trip to the disk
 
 PIECE_BYTES = 1 << 20  # copied and hashed while in the processor's cache: 10 % faster loads than 8 MiB at a time
-WRITE_THREADS = 4  # requests in flight: 1 reaches 0.65 of the disk's raw rate, 2 0.83, 4 0.88, 8 no more
-READ_THREADS = 8  # cold, with copy and hash: 2 reach 0.69 of the raw rate, 4 0.81, 8 0.89
 
 OnPiece = Callable[[memoryview], object]
+Turns = AbstractContextManager[object]  # entered for each direct request, to limit how many are under way
 
 _REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _log = logging.getLogger("ckptfs.storage")
 _refusing: set[int] = set()  # devices whose file system refused O_DIRECT; each is logged once
 _AT_EMPTY_PATH, _STATX_DIOALIGN = 0x1000, 0x2000
+ANY: Turns = nullcontext()
 _CACHESTAT = 451  # system call number, the same on all architectures; Linux 6.5
 
 
@@ -335,11 +336,14 @@ class DirectReader:
     """An open file to read byte ranges of: from the page cache what is in it, the rest past it.
 
     The memory may lie anywhere; blocks that don't fit its alignment pass through `scratch` (a pool to share among
-    readers), which costs a copy. Without scratch such reads are buffered.
+    readers), which costs a copy. Without scratch such reads are buffered. Each direct request takes one of `turns`.
     """
 
-    def __init__(self, path: str, *, scratch: BufferPool | None = None, ops: FileOps = REAL_OPS) -> None:
+    def __init__(
+        self, path: str, *, scratch: BufferPool | None = None, turns: Turns = ANY, ops: FileOps = REAL_OPS
+    ) -> None:
         self.path = path
+        self._turns = turns
         self._ops = ops
         self._scratch = scratch
         try:
@@ -424,7 +428,8 @@ class DirectReader:
                 fd = self._direct.get()
                 if fd is None or not self._direct.usable:
                     break
-                got = self._ops.preadv(fd, view[done:], at + done)
+                with self._turns:
+                    got = self._ops.preadv(fd, view[done:], at + done)
             except OSError as error:
                 if error.errno in _REFUSALS:
                     self._direct.refuse(error)

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from ckptfs.errors import CkptError, ExistsError, NotFoundError, StorageError
 from ckptfs.storage.base import Names, Store, check_path, check_range, join, os_error
-from ckptfs.storage.directio import BufferPool, DirectReader, DirectWriter
+from ckptfs.storage.directio import ANY, BufferPool, DirectReader, DirectWriter, Turns
 from ckptfs.storage.fileops import REAL_OPS, FileOps
 
 _TEMPORARY = ".ckptfs-tmp-"  # what a crash in `write` leaves behind; never listed
@@ -51,8 +51,8 @@ class LocalStore(Store):
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def open_reader(self, path: str, scratch: BufferPool | None = None) -> DirectReader:
-        return DirectReader(self._object(path), scratch=scratch, ops=self.ops)
+    def open_reader(self, path: str, scratch: BufferPool | None = None, turns: Turns = ANY) -> DirectReader:
+        return DirectReader(self._object(path), scratch=scratch, turns=turns, ops=self.ops)
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         check_range(path, start, stop)

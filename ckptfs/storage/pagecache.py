@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ckptfs.storage.base import Store
-from ckptfs.storage.directio import BufferPool, DirectReader, cached_pages
+from ckptfs.storage.directio import BufferPool, DirectReader, Turns, cached_pages
 
 TRUSTED_S = 1.0  # how long a page that was in the page cache is taken to be there
 REGION_BYTES = 1 << 20
@@ -152,8 +152,8 @@ class Window:
 class OpenFiles:
     """Open files of a local step, the least recently used closed first."""
 
-    def __init__(self, store: Store, scratch: BufferPool) -> None:
-        self._store, self._scratch = store, scratch
+    def __init__(self, store: Store, scratch: BufferPool, turns: Turns) -> None:
+        self._store, self._scratch, self._turns = store, scratch, turns
         self._open: OrderedDict[str, OpenFile] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -172,7 +172,8 @@ class OpenFiles:
         with self._lock:
             file = self._open.get(path)
             if file is None:
-                file = OpenFile(self._store.open_reader(path, scratch=self._scratch))  # type: ignore[attr-defined]
+                reader = self._store.open_reader(path, self._scratch, self._turns)  # type: ignore[attr-defined]
+                file = OpenFile(reader)
                 self._open[path] = file
             elif len(self._open) > _OPEN_FILES // 2:
                 self._open.move_to_end(path)

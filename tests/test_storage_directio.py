@@ -339,3 +339,35 @@ def test_a_waiting_acquire_gets_what_is_released_and_fails_at_close():
 def test_a_budget_too_small_for_one_buffer():
     with pytest.raises(StorageError, match="raise the budget"):
         BufferPool(PAGE, PAGE)
+
+
+class Counted:
+    """Turns that count who is inside."""
+
+    def __init__(self) -> None:
+        self.inside = self.taken = 0
+
+    def __enter__(self) -> None:
+        self.inside += 1
+        self.taken += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.inside -= 1
+
+
+def test_direct_requests_take_a_turn_and_give_it_back_after_an_error(tmp_path):
+    class Failing(FileOps):
+        inside = 0
+
+        def preadv(self, fd: int, into: memoryview, offset: int) -> int:
+            self.inside = turns.inside
+            raise OSError(errno.EIO, "broken")
+
+    path = str(tmp_path / "f")
+    (tmp_path / "f").write_bytes(bytes(1 << 20))
+    turns, ops, pool = Counted(), Failing(), BufferPool(4 << 20, 1 << 20)
+    reader = DirectReader(path, scratch=pool, turns=turns, ops=ops)
+    with pytest.raises(StorageError, match="Input/output"):
+        reader._read_direct(0, pool.acquire().view[: 1 << 20])
+    assert (ops.inside, turns.inside, turns.taken) == (1, 0, 1)
+    reader.close()

@@ -130,6 +130,7 @@ class Operations:
         self._slow = SlowWork(options.slow_threads, options.read_timeout_s)
         self._handles: dict[int, Handle] = {}
         self._numbers = itertools.count(1)
+        self._dropping: dict[int, tuple[str, str]] = {}  # open handle → path and version
         self._seen: dict[str, str] = {}  # path → the version whose pages the kernel may hold
         self._owner = (os.geteuid(), os.getegid())
         if loop is not None:
@@ -242,12 +243,21 @@ class Operations:
         handle = Handle(known, self._bounded(file.open) if file.blocking else file.open())
         info.fh = next(self._numbers)
         self._handles[info.fh] = handle
-        # The kernel drops the pages of another version when this is 0.
+        # The kernel drops the pages of another version when this is 0. It has done so for certain only when it goes on
+        # with this handle: answers to openings at the same time may overtake each other.
         info.keep_cache = int(self._seen.get(path) == file.version)
-        if len(self._seen) >= SEEN_VERSIONS_MAX:
-            self._seen.clear()
-        self._seen[path] = file.version
+        if not info.keep_cache:
+            self._seen.pop(path, None)
+            self._dropping[info.fh] = path, file.version
         return 0
+
+    def _dropped(self, number: int) -> None:
+        """The kernel goes on with a handle that made it drop the pages of other versions."""
+        found = self._dropping.pop(number, None)
+        if found is not None:
+            if len(self._seen) >= SEEN_VERSIONS_MAX:
+                self._seen.clear()
+            self._seen[found[0]] = found[1]
 
     def read_into(self, number: int, offset: int, view: memoryview) -> int:
         """The count read, or minus an errno: what libfuse wants."""
@@ -255,6 +265,8 @@ class Operations:
         try:
             if handle is None:
                 return -errno.EBADF
+            if number in self._dropping:
+                self._dropped(number)
             file = handle.reader.file
             part = view[: max(0, min(len(view), file.size - offset))]
             if len(part) == 0:
@@ -270,6 +282,8 @@ class Operations:
         handle = self._handles.get(read.handle)
         if handle is None or handle.reader.file.blocking:
             return False
+        if read.handle in self._dropping:
+            self._dropped(read.handle)
         try:
             size = min(read.size, handle.reader.file.size - read.offset)
             if size <= 0:
@@ -317,6 +331,7 @@ class Operations:
         return answer[0]
 
     def release(self, _path: str, info: Any) -> int:
+        self._dropping.pop(info.fh, None)
         handle = self._handles.pop(info.fh, None)
         if handle is not None:
             handle.give_back()

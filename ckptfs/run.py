@@ -171,7 +171,7 @@ class Run:
     def _save_lazily(self, save: Save, value: object, points: list[Any]) -> None:
         owned = owned_by(points)
         copied_bytes = save.describe(value, owned)
-        if copied_bytes > self.settings.async_buffer_bytes // 4:
+        if copied_bytes > affordable_bytes(self.settings.async_buffer_bytes) // 4:
             save.note(f"{copied_bytes} bytes that no given optimizer owns were copied before save_async returned")
         hold_updates(points, save)
         self._background.start(save)

@@ -17,7 +17,7 @@ class Settings:
     extent_bytes: int = MIB  # what one checksum covers; grows with the checkpoint, see saveplan
     io_bytes: int = 8 * MIB  # one request to the disk
     buffer_bytes: int = 230 * MIB  # for copies, per rank: with all else that a save needs it stays within 256 MiB
-    async_buffer_bytes: int = 1024 * MIB  # the same for asynchronous saves
+    async_buffer_bytes: int | None = None  # the same for asynchronous saves; None: what the machine allows, see stage
     read_buffer_bytes: int = 128 * MIB  # scratch for reads that do not land in place
     write_threads: int = 8
     read_threads: int = 4  # bulk reads have more, see read.py

@@ -19,7 +19,7 @@ import numpy as np
 from ckptfs.errors import CkptError
 from ckptfs.ranges import cut_evenly
 from ckptfs.shards import as_numpy
-from ckptfs.storage.directio import Buffer, BufferPool, address_of, mapped_bytes
+from ckptfs.storage.directio import Buffer, BufferPool, address_of, slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -170,7 +170,7 @@ class StagingPool(BufferPool):
 
     def set_budget(self, budget_bytes: int) -> None:
         """From now on at most so much memory, but always one buffer; what is there already stays."""
-        self.capacity = max(1, budget_bytes // self._mapped_bytes)
+        self.capacity = max(1, budget_bytes // self._slot_bytes)
 
     def pin(self, buffer: Buffer) -> None:
         address = address_of(buffer.view)
@@ -199,7 +199,7 @@ class Pools:
     def fit(self, budget_bytes: int, largest_bytes: int) -> StagingPool:
         """A pool whose buffers hold `largest_bytes`, with room for two of them at least."""
         size = max(self._io_bytes, largest_bytes)
-        budget_bytes = max(budget_bytes, 2 * mapped_bytes(size))
+        budget_bytes = max(budget_bytes, 2 * slot_bytes(size))
         if self._pool is not None and self._pool.buffer_bytes < size:
             self.close()
         if self._pool is None:
@@ -219,15 +219,33 @@ class Pools:
             self._pool = None
 
 
-def affordable_bytes(wanted_bytes: int) -> int:
-    """A staging budget that this machine has room for: half of what is free, shared with the other ranks here."""
+_USUAL_BYTES, _USUAL_SHARE = 1 << 30, 8
+
+
+def affordable_bytes(wanted_bytes: int | None) -> int:
+    """A staging budget that this machine has room for: at most half of what is free, shared with the other ranks here.
+
+    Who states no wish gets 1 GiB, or this rank's part of an eighth of the machine's memory if that is more: with it
+    most snapshots wait for no disk. Memory is taken only as far as a state needs it.
+    """
+    memory = _memory_bytes()
+    if memory is None:
+        return _USUAL_BYTES if wanted_bytes is None else wanted_bytes
+    total_bytes, free_bytes = memory
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    if wanted_bytes is None:
+        wanted_bytes = max(_USUAL_BYTES, total_bytes // (_USUAL_SHARE * ranks))
+    return min(wanted_bytes, free_bytes // (2 * ranks))
+
+
+def _memory_bytes() -> tuple[int, int] | None:
+    """What this machine has, and what of it is free."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            free_kib = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return wanted_bytes
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-    return min(wanted_bytes, free_kib * 1024 // (2 * ranks))
+            kib = {key: int(rest.split()[0]) for key, rest in (line.split(":") for line in file)}
+        return kib["MemTotal"] << 10, kib["MemAvailable"] << 10
+    except (OSError, LookupError, ValueError):
+        return None
 
 
 def storage_addresses(values: Iterable[Any]) -> set[int]:

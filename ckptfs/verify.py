@@ -21,7 +21,7 @@ from ckptfs import zarr3
 from ckptfs.checkpoint import Checkpoint
 from ckptfs.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError
 from ckptfs.manifest import HASH_BYTES, Manifest, Param, digest
-from ckptfs.storage.directio import Buffer, BufferPool, mapped_bytes
+from ckptfs.storage.directio import Buffer, BufferPool, slot_bytes
 
 if TYPE_CHECKING:
     from ckptfs.settings import Settings
@@ -118,7 +118,7 @@ class _Check:
 
     def _work(self, total: int, progress: Progress | None, threads: int) -> None:
         io_bytes = self.settings.io_bytes
-        pool = BufferPool(threads * mapped_bytes(io_bytes), io_bytes)
+        pool = BufferPool(threads * slot_bytes(io_bytes), io_bytes)
         todo, done = self._jobs(), 0  # jobs are made as they are taken: a step may have millions of extents
 
         def worker() -> None:

@@ -100,3 +100,14 @@ def test_the_budget_is_what_the_machine_affords(monkeypatch):
     assert alone < huge
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert affordable_bytes(huge) < alone / 4
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "ranks", "expected_mib"),
+    [((64, 60), 2, 4096), ((16, 12), 8, 768), ((64, 60), 16, 1024), ((64, 2), 1, 1024), (None, 1, 1024)],
+)
+def test_without_a_wish_the_budget_is_a_part_of_the_machine(monkeypatch, memory_gib, ranks, expected_mib):
+    memory = memory_gib and tuple(gib << 30 for gib in memory_gib)
+    monkeypatch.setattr("ckptfs.stage._memory_bytes", lambda: memory)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert affordable_bytes(None) == expected_mib * MIB

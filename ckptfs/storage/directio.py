@@ -29,6 +29,7 @@ from ckptfs.storage.fileops import REAL_OPS, FileOps
 ALIGN_BYTES = 4096  # satisfies every disk in use; many accept less, see `sector_bytes`
 BUFFER_BYTES = 8 << 20  # one request: 4 MiB reach 0.93 of the rate of 8 MiB, 1 MiB 0.7
 _HUGE_PAGE_BYTES = 2 << 20  # another size elsewhere: then some of the mapping stays in small pages
+_MAPPING_BYTES = 256 << 20  # address space taken at once; memory only as buffers are used
 DIRECT_MIN_BYTES = 256 << 10  # below this a buffered call costs less than a trip to the disk
 
 PIECE_BYTES = 1 << 20  # copied and hashed while in the processor's cache: 10 % faster loads than 8 MiB at a time
@@ -52,27 +53,35 @@ def address_of(view: memoryview) -> int:
 # -- buffers -----------------------------------------------------------------------------------------------------------
 
 
-def mapped_bytes(buffer_bytes: int) -> int:
-    """The memory that a buffer takes: a page of slack for the alignment, and whole huge pages if it is large.
+def slot_bytes(buffer_bytes: int) -> int:
+    """The memory that a buffer of a pool takes: a page of slack, for any alignment."""
+    return -(-(buffer_bytes + ALIGN_BYTES) // ALIGN_BYTES) * ALIGN_BYTES
 
-    Only then does the kernel begin the mapping at a huge page.
+
+def _mapping(nbytes: int) -> memoryview:
+    """Fresh memory, in huge pages if it is large; none of it is there before it is touched.
+
+    The kernel begins a mapping at a huge page only if it is made of whole ones.
     """
-    page = _HUGE_PAGE_BYTES if buffer_bytes >= _HUGE_PAGE_BYTES else ALIGN_BYTES
-    return -(-(buffer_bytes + ALIGN_BYTES) // page) * page
+    page = _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else ALIGN_BYTES
+    memory = mmap.mmap(-1, -(-nbytes // page) * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        # A request to or from 4 KiB pages is a list of thousands of addresses: huge pages read 1.9 times as fast
+        # and write 1.4 times as fast past the page cache (virtual disk, 2 processes of 4 threads).
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except (AttributeError, OSError):
+        pass  # not in this kernel, or switched off
+    return memoryview(memory)
 
 
 class Buffer:
-    """Page-aligned reusable memory. `at(offset, nbytes)` is the part that suits direct I/O at that file offset."""
+    """Page-aligned reusable memory. `at(offset, nbytes)` is the part that suits direct I/O at that file offset.
 
-    def __init__(self, nbytes: int) -> None:
-        self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        try:
-            # A request to or from 4 KiB pages is a list of thousands of addresses: huge pages read 1.9 times as fast
-            # and write 1.4 times as fast past the page cache (virtual disk, 2 processes of 4 threads).
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        except (AttributeError, OSError):
-            pass  # not in this kernel, or switched off
-        self.view = memoryview(self._memory)
+    The memory goes when nobody holds a part of it any more.
+    """
+
+    def __init__(self, nbytes: int, memory: memoryview | None = None) -> None:
+        self.view = _mapping(nbytes)[:nbytes] if memory is None else memory
 
     def at(self, offset: int, nbytes: int) -> memoryview:
         start = offset % ALIGN_BYTES
@@ -82,30 +91,28 @@ class Buffer:
 
     def close(self) -> None:
         self.view.release()
-        try:
-            self._memory.close()
-        except BufferError:
-            pass  # somebody still holds a part; the memory goes when that does
 
 
 class BufferPool:
     """At most `budget_bytes` of buffers, made when first needed and reused, because first touch of memory is slow.
 
-    A buffer holds `buffer_bytes` at any file offset: it has a page of slack for the alignment.
+    A buffer holds `buffer_bytes` at any file offset: it has a page of slack for the alignment. Buffers lie side by side
+    in larger mappings: one by one they would waste a huge page each for that slack.
     """
 
     def __init__(self, budget_bytes: int, buffer_bytes: int = BUFFER_BYTES) -> None:
         if buffer_bytes <= 0:
             raise StorageError(f"a buffer of {buffer_bytes} bytes can't be made; give buffer_bytes > 0")
         self.buffer_bytes = buffer_bytes
-        self._mapped_bytes = mapped_bytes(buffer_bytes)
-        self.capacity = budget_bytes // self._mapped_bytes
+        self._slot_bytes = slot_bytes(buffer_bytes)
+        self.capacity = budget_bytes // self._slot_bytes
         if self.capacity < 1:
             raise StorageError(
-                f"a memory budget of {budget_bytes} bytes has no room for one buffer of {self._mapped_bytes}; "
+                f"a memory budget of {budget_bytes} bytes has no room for one buffer of {self._slot_bytes}; "
                 "raise the budget or use smaller buffers"
             )
         self._free: list[Buffer] = []
+        self._rest = memoryview(b"")  # of the newest mapping: what no buffer has yet
         self._made = 0
         self._in_use = 0
         self._peak = 0
@@ -115,7 +122,7 @@ class BufferPool:
     @property
     def peak_bytes(self) -> int:
         """The most memory that was out at once."""
-        return self._peak * self._mapped_bytes
+        return self._peak * self._slot_bytes
 
     @property
     def in_use(self) -> int:
@@ -125,7 +132,7 @@ class BufferPool:
     @property
     def made_bytes(self) -> int:
         """The memory this pool has mapped so far."""
-        return self._made * self._mapped_bytes
+        return self._made * self._slot_bytes
 
     def acquire(self, timeout_s: float | None = None) -> Buffer:
         """A buffer, as soon as one is free; StorageError after `timeout_s`."""
@@ -138,11 +145,18 @@ class BufferPool:
                     f"all {self.capacity} buffers stayed in use for {timeout_s} s: the store is stuck, or too slow"
                 )
             if not self._free:
-                self._free.append(Buffer(self._mapped_bytes))
+                self._free.append(self._make())
                 self._made += 1
             self._in_use += 1
             self._peak = max(self._peak, self._in_use)
             return self._free.pop()  # the last one used: its memory is the warmest
+
+    def _make(self) -> Buffer:
+        size = self._slot_bytes
+        if len(self._rest) < size:
+            self._rest = _mapping(max(1, min(self.capacity - self._made, _MAPPING_BYTES // size)) * size)
+        memory, self._rest = self._rest[:size], self._rest[size:]
+        return Buffer(size, memory)
 
     def _available(self) -> bool:
         return self._closed or bool(self._free) or self._made < self.capacity
@@ -163,6 +177,7 @@ class BufferPool:
             for buffer in self._free:
                 buffer.close()
             self._free.clear()
+            self._rest = memoryview(b"")
             self._changed.notify_all()
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.machine import Cost, measured
+from benchmarks.machine import Cost, measured, shuffled
 from benchmarks.model import State, shapes, size_of
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def asynchronous(ranks: Ranks) -> None:
     number = 0
     for turn in range(-1, plan.repetitions):
         ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
-        for way in ways[(turn + 1) % len(ways) :] + ways[: (turn + 1) % len(ways)]:
+        for way in shuffled(ways, turn):
             try:
                 number = _loop(ranks, way, compute, optimizer, state, number, turn)
             except RuntimeError as error:
@@ -370,7 +370,7 @@ def beside(ranks: Ranks) -> None:
     number = 0
     for turn in range(-1, plan.repetitions):
         ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
-        for way in ways[(turn + 1) % len(ways) :] + ways[: (turn + 1) % len(ways)]:
+        for way in shuffled(ways, turn):
             for size in PRODUCTS if turn >= 0 else PRODUCTS[:1]:
                 found = []
                 for _ in range(PAIRS if turn >= 0 else 1):

@@ -7,9 +7,10 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -126,6 +127,30 @@ def sync_tree(folder: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+# --- one after the other ---------------------------------------------------------------------------------------------
+
+
+def shuffled(items: Sequence[Any], turn: int) -> list[Any]:
+    """An order of its own for each turn, the same on every rank: nobody always follows the same one."""
+    return [items[i] for i in np.random.default_rng(turn + 1).permutation(len(items))]
+
+
+QUIET_S, PATIENCE_S = 0.3, 5.0
+
+
+def settle() -> None:
+    """Wait until the disks have nothing to do: what one system leaves behind must not slow down the next."""
+    last, since = "", time.monotonic()
+    end = since + PATIENCE_S
+    while time.monotonic() < end:
+        now = Path("/proc/diskstats").read_text(encoding="ascii")
+        if now != last:
+            last, since = now, time.monotonic()
+        elif time.monotonic() - since >= QUIET_S:
+            return
+        time.sleep(QUIET_S / 10)
 
 
 # --- what a process used ---------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What each rank of a measured job does; started by torchrun from jobs.py. Rank 0 writes the results.
 
-All ranks stay alive over all repetitions; in each one every system has its turn, the order moves on by one, and the
+All ranks stay alive over all repetitions; in each one every system has its turn, in an order of its own, and the
 first repetition (a warm-up, in which what was loaded is also compared with what was saved) is not counted.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import results
-from benchmarks.machine import Cost, evict, files_of, measured
+from benchmarks.machine import Cost, evict, files_of, measured, settle, shuffled
 from benchmarks.model import State, big_shapes, shapes, size_of
 from benchmarks.peers import PEERS
 from benchmarks.systems import ALL, LIMITS, Job, Memcpy, System
@@ -178,6 +178,7 @@ class Ranks:
                     os.truncate(file, 0)
                 self._emptied.append(path)
             os.sync()
+            settle()
         self.barrier()
 
     def close(self) -> None:
@@ -185,10 +186,6 @@ class Ranks:
         self.barrier()
         for path in self._emptied:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def rotated(items: Sequence[System], by: int) -> list[System]:
-    return [*items[by % len(items) :], *items[: by % len(items)]]
 
 
 def with_limits(measures: list[results.Measure]) -> list[results.Measure]:
@@ -218,7 +215,7 @@ def save_and_load(ranks: Ranks) -> None:
     for turn in range(-1, plan.repetitions):
         ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
         done: list[results.Measure] = []
-        for system in rotated(systems, turn + 1):
+        for system in shuffled(systems, turn):
             try:
                 done += _round_trip(ranks, job, system, turn, before)
             except RuntimeError as error:
@@ -292,7 +289,7 @@ def reshard(ranks: Ranks) -> None:
     for turn in range(-1, plan.repetitions):
         ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
         done: list[results.Measure] = []
-        for system in rotated(systems, turn + 1):
+        for system in shuffled(systems, turn):
             try:
                 done += [
                     _reshard_once(ranks, jobs.get(count), system, count, turn, before.get(count))
@@ -345,7 +342,7 @@ def small(ranks: Ranks) -> None:
     systems = ranks.opened([s for s in ranks.systems() if s.name not in LIMITS], [job])
     slow: set[str] = set()
     for turn in range(-1, ranks.plan.repetitions):
-        for system in rotated([s for s in systems if turn < 1 or s.name not in slow], turn + 1):
+        for system in shuffled([s for s in systems if turn < 1 or s.name not in slow], turn):
             folder = ranks.folder / f"{type(system).__name__}-{turn + 1}"
             try:
                 cost = ranks.timed(lambda s=system, f=folder: s.save(job, f), system.process_of(job))

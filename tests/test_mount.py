@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 import ckptfs
 import view_runs
 from ckptfs import commit, lease
-from ckptfs.errors import MismatchError
+from ckptfs.errors import MismatchError, NotFoundError
 from ckptfs.views import File, ViewConfig, open_root, walk
 from ckptfs_fuse import MountOptions, mounts
 from fuse_mounting import needs_fuse
@@ -395,6 +395,37 @@ def test_new_steps_appear_and_latest_moves(tmp_path, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_removed_and_saved_again_while_it_is_read_and_mapped(tmp_path, backend):
+    """By `rm -r`, which no lease stops: old openings and maps keep the old bytes, new ones have the new, in any order."""
+    old = view_runs.save(tmp_path / "run")["model/embed"].tobytes()
+    with ckptfs.Run(tmp_path / "run").mount(backend=backend, refresh_s=0.05) as folder:
+        path = f"{folder}/{STEP}/raw/model/embed"
+        with (
+            open(path, "rb", buffering=0) as held,
+            open(path, "rb") as file,
+            mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as shared,
+        ):
+            assert shared[:100] == old[:100]
+            inode = os.stat(path).st_ino
+            shutil.rmtree(tmp_path / "run" / STEP)
+            new = view_runs.save(tmp_path / "run", seed=5)["model/embed"].tobytes()
+            eventually(lambda: _inode_of(path) not in {inode, None}, "the new step is not shown")
+            with open(path, "rb", buffering=0) as fresh, mmap.mmap(fresh.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+                for _ in range(3):
+                    assert os.pread(held.fileno(), len(old), 0) == old
+                    assert os.pread(fresh.fileno(), len(new), 0) == new
+                    assert mapped[:] == new
+                    assert shared[:] == old
+                    assert os.fstat(held.fileno()).st_ino == inode
+                    assert Path(path).read_bytes() == new
+
+
+def _inode_of(path):
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_ino
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_replaced_step_shows_its_own_bytes_only(tmp_path, backend):
     old = view_runs.save(tmp_path / "run")["model/embed"].tobytes()
     with ckptfs.Run(tmp_path / "run").mount(backend=backend, refresh_s=0.1) as folder:
@@ -446,7 +477,12 @@ while time.monotonic() < end:
         assert error.errno in (2, 116), error  # ENOENT, ESTALE
         gone += 1
         continue
-    assert hashlib.sha256(data).hexdigest() == wanted[step][path], (step, path)
+    found = hashlib.sha256(data).hexdigest()
+    if found != wanted[step][path]:
+        kept = f"{sys.argv[3]}/wrong-{os.getpid()}"
+        with open(kept, "wb") as wrong:
+            wrong.write(data)
+        sys.exit(json.dumps([step, path, found, wanted[step][path], kept]))
     whole += 1
 print(whole, gone)
 """
@@ -473,6 +509,33 @@ def hashes_of(folder, number):
     return {path: hashlib.sha256(node.read_bytes()).hexdigest() for path, node in shown if is_file_with_bytes(node)}
 
 
+def told_of(error, alone):
+    """What a reader that found other bytes says, with the first of them and the step that they belong to, if to any."""
+    try:
+        step, path, found, wanted, kept = json.loads(error)
+    except ValueError:
+        return error
+    data = np.fromfile(kept, np.uint8)
+    bytes_of = {}
+    for folder in sorted(alone.iterdir()):
+        node = open_root(ViewConfig(url=str(folder))).lookup(commit.step_name(int(folder.name)))
+        with contextlib.suppress(NotFoundError):
+            for name in path.split("/"):
+                node = node.lookup(name)
+            bytes_of[commit.step_name(int(folder.name))] = np.frombuffer(node.read_bytes(), np.uint8)
+    right = bytes_of[step]
+    least = min(len(data), len(right))
+    differing = np.flatnonzero(data[:least] != right[:least])
+    at = int(differing[0]) if len(differing) else least
+    page = slice(at // 4096 * 4096, at // 4096 * 4096 + 4096)
+    others = [name for name, other in bytes_of.items() if np.array_equal(other[page], data[page])]
+    return (
+        f"{step}/{path}: {len(data)} bytes of {len(right)}, {len(differing)} differ, first at {at}, last at "
+        f"{int(differing[-1]) if len(differing) else least}; that page is of {others or 'no step'}"
+        f"{'' if data[page].any() else ', all zeros'}; sha256 {found}, not {wanted}"
+    )
+
+
 def is_file_with_bytes(node):
     return isinstance(node, File) and node.size > 0
 
@@ -489,7 +552,7 @@ def test_readers_while_steps_come_and_go(tmp_path, backend, seconds):
     ) as folder:
         pid = next(one.pid for one in mounts() if one.mountpoint == folder)
         fds = len(os.listdir(f"/proc/{pid}/fd"))
-        readers = [start_reader(folder, seconds, wanted) for _ in range(8)]
+        readers = [start_reader(folder, seconds, wanted, tmp_path) for _ in range(8)]
         choose = random.Random(1)
         came = went = 0
         while any(reader.poll() is None for reader in readers):
@@ -501,7 +564,9 @@ def test_readers_while_steps_come_and_go(tmp_path, backend, seconds):
             elif choose.random() < 0.7:
                 went += lease.discard(store, name)
         outcomes = [reader.communicate(timeout=30) for reader in readers]
-        assert [reader.returncode for reader in readers] == [0] * 8, [error for _, error in outcomes if error]
+        assert [reader.returncode for reader in readers] == [0] * 8, "\n".join(
+            told_of(error, tmp_path / "alone") for _, error in outcomes if error
+        )
         whole, gone = (sum(int(out.split()[at]) for out, _ in outcomes) for at in (0, 1))
         left = len(os.listdir(f"/proc/{pid}/fd"))
         print(f"{backend}: {whole} files whole, {gone} gone; {came} steps came, {went} went; {fds} fds, then {left}")
@@ -514,9 +579,9 @@ def test_readers_while_steps_come_and_go(tmp_path, backend, seconds):
         assert "unforeseen" not in server_log(folder)
 
 
-def start_reader(folder, seconds, wanted):
+def start_reader(folder, seconds, wanted, kept):
     reader = subprocess.Popen(
-        [sys.executable, "-S", "-c", READER, folder, str(seconds)],
+        [sys.executable, "-S", "-c", READER, folder, str(seconds), str(kept)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     reader.stdin.write(json.dumps(wanted))

@@ -5,6 +5,7 @@ Rules:
   (content that is worked out, libfuse 3) goes into libfuse's own buffer; stock usage returns bytes, copied twice.
 - Immutable content: keep_cache for a version that the kernel has seen, long timeouts when the whole tree is immutable.
 - Every failure is an errno (fusepy itself would answer EINVAL); whatever writes is EROFS.
+- A step that replaces one of its name is another inode, as libfuse hears another name (see fusepy_loop).
 - One slow read does not stall others (see fusepy_loop), and is bounded by a deadline.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import importlib
 import itertools
 import os
@@ -21,7 +23,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ckptfs.errors import CkptError, StaleError, StorageError
+from ckptfs.errors import CkptError, NotFoundError, StaleError, StorageError
 from ckptfs.views.nodes import Dir, File, Link, Node
 from ckptfs_fuse import wire
 from ckptfs_fuse.answers import FOR_EVER_S, attribute, attributes, errno_of, log, log_failure, version_of
@@ -36,6 +38,7 @@ INSTALL_HINT = (
     "or, where there is only libfuse 3: `pip install mfusepy`"
 )
 SEEN_VERSIONS_MAX = 65536
+TAG_SIGN = "@"
 
 
 def load_library() -> ModuleType:
@@ -44,6 +47,13 @@ def load_library() -> ModuleType:
     if found is None:
         raise StorageError(f"neither fusepy nor mfusepy works here: {INSTALL_HINT}")
     return found
+
+
+def tag_of(node: Node) -> str:
+    """Tells a step from another one of its name; empty for what may change as it is."""
+    if not isinstance(node, Dir) or not node.immutable or not node.version:
+        return ""
+    return hashlib.blake2b(node.version.encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def _import(name: str) -> ModuleType | None:
@@ -137,23 +147,64 @@ class Operations:
             loop.answer_read = self.answer_read
             loop.on_ready = on_ready
             loop.stat = self.stat_quickly(loop.stat_kind)
+            loop.name_inside = self.name_inside
 
     def __call__(self, name: str, path: str | None, *args: Any) -> Any:
         operation = getattr(self, name)
         try:
             return operation(path, *args)
         except (CkptError, OSError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
-            log_failure(f"{name.upper()} of {path}", error)
+            log_failure(f"{name.upper()} of {self._shown(path)}", error)
             raise OSError(errno_of(error), str(error)) from error
 
     def _node(self, path: str | None) -> Node:
         if path is None:
             raise StaleError("the name is gone; open it anew")
         node: Node = self._root
-        for name in path.split("/"):
-            if name:
-                node = self._look(node, name)
+        names = [name for name in path.split("/") if name]
+        if names and self._loop is not None:
+            name, _, tag = names[0].rpartition(TAG_SIGN)
+            node = self._tagged(name, tag)
+            names = names[1:]
+        for name in names:
+            node = self._look(node, name)
         return node
+
+    def _tagged(self, name: str, tag: str) -> Node:
+        try:
+            node = self._look(self._root, name)
+        except NotFoundError:
+            if tag:
+                raise StaleError(f"{name} is gone") from None
+            raise
+        if tag_of(node) != tag:
+            raise StaleError(f"{name} is another one now; open it anew")
+        return node
+
+    def _node_or_open(self, path: bytes) -> Node:
+        """What is open goes on to be known, also of a step that is gone: fstat() comes with the name only."""
+        try:
+            return self._node(os.fsdecode(path))
+        except StaleError:
+            for handle in list(self._handles.values()):
+                if handle.known.key[1] == path:
+                    return handle.reader.file
+            raise
+
+    def name_inside(self, name: bytes) -> bytes:
+        """What libfuse knows a name below the root by: with its version, so that another one is another inode."""
+        try:
+            tag = tag_of(self._look(self._root, os.fsdecode(name)))
+        except Exception:  # libfuse asks for it next, and hears the error
+            tag = ""
+        return name + f"{TAG_SIGN}{tag}".encode()
+
+    def _shown(self, path: str | None) -> str:
+        """The path as users know it."""
+        if path is None or self._loop is None:
+            return str(path)
+        first, slash, rest = path[1:].partition("/")
+        return f"/{first.rpartition(TAG_SIGN)[0]}{slash}{rest}"
 
     def _look(self, folder: Node, name: str) -> Node:
         if not isinstance(folder, Dir):
@@ -173,7 +224,7 @@ class Operations:
         pass
 
     def getattr(self, path: str | None, info: Any = None) -> dict[str, Any]:
-        handle = self._handles.get(info.fh) if path is None and info is not None else None
+        handle = self._handles.get(info.fh) if info is not None else None
         told = attributes(handle.reader.file if handle is not None else self._node(path))
         return {
             "st_mode": told.mode,
@@ -197,9 +248,9 @@ class Operations:
 
         def stat(path: bytes, address: int) -> int:
             try:
-                told = attributes(self._node(os.fsdecode(path)))
+                told = attributes(self._node_or_open(path))
             except Exception as error:
-                log_failure(f"GETATTR of {os.fsdecode(path)}", error)
+                log_failure(f"GETATTR of {self._shown(os.fsdecode(path))}", error)
                 return -errno_of(error)
             into: Any = kind.from_address(address)
             into.st_mode, into.st_size, into.st_nlink = told.mode, told.size, 1
@@ -273,8 +324,7 @@ class Operations:
                 return 0
             return self._read_bounded(handle, offset, part) if file.blocking else handle.reader.read_into(offset, part)
         except Exception as error:
-            path = handle.known.key[1].decode(errors="backslashreplace") if handle else "?"
-            log_failure(f"READ of {path}", error)
+            log_failure(f"READ of {self._shown(os.fsdecode(handle.known.key[1])) if handle else '?'}", error)
             return -errno_of(error)
 
     def answer_read(self, fd: int, unique: int, read: wire.Read, reply: memoryview) -> bool:
@@ -294,7 +344,7 @@ class Operations:
                 self._loop.step_aside()
             answer_read(fd, unique, handle, read.offset, size, reply)
         except Exception as error:
-            log_failure(f"READ of {handle.known.key[1].decode(errors='backslashreplace')}", error)
+            log_failure(f"READ of {self._shown(os.fsdecode(handle.known.key[1]))}", error)
             send(fd, wire.reply_header(unique, 0, errno_of(error)))
         return True
 

@@ -7,6 +7,9 @@ Before a request that may be slow, it hands the lead to another thread (`step_as
 READ of an open file is answered here, on the channel that libfuse made (see lending): libfuse would copy the bytes and
 look for the file's name first, and each call through ctypes takes longer than the kernel needs for the bytes. And its
 answer to INIT, which is older than requests of more than 128 KiB, is completed here, so that the kernel sends those.
+
+libfuse knows files by path, and gives the kernel one inode for one path, with one set of pages. So it is told another
+name for another version of what lies below the root: a step that replaces one of the same number has inodes of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ READ_BYTES_MAX = 1 << 20
 CHANNEL_BYTES = (128 << 10) + wire.PAGE_BYTES  # what libfuse's own channels have
 # (descriptor, the request's number, what is wanted, room for a reply) → whether it was answered
 AnswerRead = Callable[[int, int, wire.Read, memoryview], bool]
+# a name below the root → the name that libfuse knows it by
+NameInside = Callable[[bytes], bytes]
 
 IDLE_MAX = 4  # threads that wait for the lead; more of them end
 
@@ -67,9 +72,10 @@ class _Inquiry:
     which save a request for each name.
     """
 
-    def __init__(self, library: Any, session: ctypes.c_void_p) -> None:
+    def __init__(self, library: Any, session: ctypes.c_void_p, name_inside: NameInside) -> None:
         self._library = library
         self._session = session
+        self._name_inside = name_inside
         self._channel = _Channel(library)
 
     def ask(self, message: bytes) -> bytes:
@@ -100,10 +106,16 @@ class _Inquiry:
     def _entry(self, request: wire.Request, name: bytes) -> bytes:
         """What LOOKUP says, which counts as one; nothing of "." and "..", and of a name that is gone."""
         if name not in {b".", b".."}:
-            error, found = wire.reply_payload(self.ask(wire.request_bytes(request, wire.Op.LOOKUP, name + b"\0")))
+            error, found = wire.reply_payload(self.ask(lookup(request, name, self._name_inside)))
             if not error and len(found) == wire.ENTRY_BYTES:
                 return found
         return wire.entry_out(0, wire.NO_ENTRY, 0, 0)
+
+
+def lookup(request: wire.Request, name: bytes, name_inside: NameInside) -> bytes:
+    """LOOKUP as libfuse is asked: below the root, by the name that it is to know."""
+    inside = name_inside(name) if request.nodeid == wire.ROOT_ID else name
+    return wire.request_bytes(request, wire.Op.LOOKUP, inside + b"\0")
 
 
 class LeaderLoop:
@@ -119,6 +131,7 @@ class LeaderLoop:
         self._channel = ctypes.c_void_p()
         self._fd = -1
         self.answer_read: AnswerRead | None = None
+        self.name_inside: NameInside = lambda name: name
         self.on_ready: Callable[[], None] = lambda: None  # called when the kernel and libfuse have agreed
         self._lead = threading.Lock()
         self._mine = threading.local()
@@ -178,7 +191,7 @@ class LeaderLoop:
         buffer = ctypes.create_string_buffer(self._library.fuse_chan_bufsize(self._channel))
         message = memoryview(buffer).cast("B")
         reply = memoryview(bytearray(wire.REPLY_HEADER_BYTES + READ_BYTES_MAX))
-        inquiry = _Inquiry(self._library, self._session)
+        inquiry = _Inquiry(self._library, self._session, self.name_inside)
         while True:
             self._lead.acquire()
             with self._count:
@@ -223,6 +236,11 @@ class LeaderLoop:
                 return True
         elif request.op == wire.Op.READDIRPLUS:
             send(self._fd, inquiry.readdirplus(request, bytes(message[wire.HEADER_BYTES : count])))
+            return True
+        elif request.op == wire.Op.LOOKUP and request.nodeid == wire.ROOT_ID:
+            name = wire.name_in(bytes(message[wire.HEADER_BYTES : count]))
+            asked = lookup(request, name, self.name_inside)
+            self._library.fuse_session_process(self._session, asked, len(asked), channel)
             return True
         elif request.op == wire.Op.INIT:
             send(self._fd, inquiry.init(bytes(message[:count])))

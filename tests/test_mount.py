@@ -408,6 +408,10 @@ def test_a_step_removed_and_saved_again_while_it_is_read_and_mapped(tmp_path, ba
             assert shared[:100] == old[:100]
             inode = os.stat(path).st_ino
             shutil.rmtree(tmp_path / "run" / STEP)
+            eventually(lambda: _inode_of(path) is None, "the removed step is still shown")
+            assert os.fstat(held.fileno()).st_size == len(old)
+            assert os.pread(held.fileno(), len(old) + 10, 10) == old[10:]
+            assert os.pread(held.fileno(), 10, len(old)) == b""
             new = view_runs.save(tmp_path / "run", seed=5)["model/embed"].tobytes()
             eventually(lambda: _inode_of(path) not in {inode, None}, "the new step is not shown")
             with open(path, "rb", buffering=0) as fresh, mmap.mmap(fresh.fileno(), 0, prot=mmap.PROT_READ) as mapped:

@@ -132,6 +132,19 @@ def bring_all(file):
     return set(file._windows)
 
 
+def test_a_hint_that_is_refused_keeps_nobody_waiting(stored, monkeypatch):
+    """A reader in another thread may have found the window before the hint was refused."""
+    path, expected = stored
+    found = []
+    monkeypatch.setattr(mapped._ahead, "want", lambda _file, window: found.append(window))
+    file = opened(path)
+    file.bring(0, SIZE)
+    assert len(found) == 4
+    assert all(window.ready.is_set() and window.data is None for window in found)
+    assert file._windows == {}
+    assert b"".join(file.lent(0, SIZE)) == expected
+
+
 def test_windows_that_nobody_comes_for_give_way(tmp_path):
     paths = [tmp_path / "first", tmp_path / "second"]
     contents = [make(path, BUFFERS * WINDOW_BYTES, seed) for seed, path in enumerate(paths)]

@@ -92,6 +92,7 @@ class MappedFile:
                 self._windows[index] = window
                 if not _ahead.want(self, window):
                     self._give_up(window)
+                    window.ready.set()  # somebody may have found it already, and waits
 
     def parts(self, offset: int, length: int) -> Iterator[tuple[memoryview | None, int, int]]:
         """A range as (memory that has it, offset, length); None for what only the page cache or the disk has."""
@@ -235,8 +236,8 @@ class _Ahead:
             if self._free:
                 buffer = self._free.popleft()
             elif self._made < BUFFERS:
-                self._made += 1
                 buffer = Buffer(WINDOW_BYTES)
+                self._made += 1
             else:
                 return None
         lent = np.frombuffer(buffer.view, np.uint8)

@@ -43,6 +43,16 @@ def stop_pipe() -> Iterator[int]:
         os.close(writing)
 
 
+def answer_nobody(fd: int) -> None:
+    """Threads may still serve a mount that is hidden, while what they read from is closed: no answer goes out now.
+
+    A closed number would be given to another file; so it stays, and is a file that swallows everything.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(nowhere, fd, inheritable=False)
+    os.close(nowhere)
+
+
 def wait_for_end(serving: Serving, path: str, stop_fd: int) -> None:
     while not select.select([stop_fd, serving.ended_fd], [], [], None)[0]:
         continue

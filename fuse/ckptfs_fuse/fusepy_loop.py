@@ -24,7 +24,7 @@ from typing import Any
 from ckptfs.errors import StorageError
 from ckptfs_fuse import wire
 from ckptfs_fuse.answers import log
-from ckptfs_fuse.ending import stop_pipe, wait_for_end
+from ckptfs_fuse.ending import answer_nobody, stop_pipe, wait_for_end
 from ckptfs_fuse.lending import send
 
 READ_BYTES_MAX = 1 << 20
@@ -169,6 +169,7 @@ class LeaderLoop:
             self._fd = self._library.fuse_chan_fd(self._channel)
             self._start_thread()
             wait_for_end(self, self._mountpoint, stop_fd)
+            answer_nobody(self._fd)
         return 0
 
     def step_aside(self) -> None:
@@ -199,7 +200,8 @@ class LeaderLoop:
             self._mine.leads = True
             while self._mine.leads:
                 if not self._goes_on(buffer, message, reply, inquiry):
-                    self._lead.release()
+                    if self._mine.leads:
+                        self._lead.release()
                     return
             with self._count:
                 if self._idle >= IDLE_MAX:

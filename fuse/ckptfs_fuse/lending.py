@@ -10,6 +10,7 @@ import errno
 import os
 from typing import TYPE_CHECKING
 
+from ckptfs.errors import StorageError
 from ckptfs_fuse import wire
 
 if TYPE_CHECKING:
@@ -47,5 +48,8 @@ def _send_lent(fd: int, unique: int, lent: list[memoryview], handle: Handle, off
     except OSError as error:
         if error.errno == errno.EFAULT:
             handle.reader.read_into(offset, spare)
+            raise StorageError(
+                f"a page at {offset} could not be read, and now it can: see whether the disk is well"
+            ) from None
         elif error.errno not in GONE | AGAIN:
             raise

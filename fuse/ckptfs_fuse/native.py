@@ -30,6 +30,7 @@ from ckptfs_fuse.answers import (
     log_failure,
     version_of,
 )
+from ckptfs_fuse.ending import answer_nobody
 from ckptfs_fuse.lending import AGAIN, GONE, answer_read, send
 from ckptfs_fuse.options import MountOptions
 from ckptfs_fuse.passthrough import Materialised, Passthrough
@@ -91,10 +92,9 @@ class NativeServer:
         return self._ended.wait(timeout_s)
 
     def close(self) -> None:
-        """After the end: give up what is still open."""
+        """After the end: give up what is still open. Descriptors that threads may use stay until the process ends."""
+        answer_nobody(self._device_fd)
         self._table.close_all()
-        for fd in (self._device_fd, self.ended_fd, self._end_fd):
-            os.close(fd)
         if self._materialised is not None:
             self._materialised.close()
 

@@ -2,38 +2,34 @@
 
 Order on a file system: data durable (each rank), metadata and manifest into the temporary folder, all durable,
 one rename to the final name, the parent folder durable. On an object store the manifest is created last.
-A report is checked against the plan: the pieces must tile every array exactly.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import fcntl
-import json
 import os
 import re
-import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ckptfs import manifest as mf
 from ckptfs import tree, zarr3
-from ckptfs.errors import CkptError, ExistsError, MismatchError, NotFoundError, SaveError
-from ckptfs.manifest import Manifest, Param, digest, run_lengths
-from ckptfs.ranges import cut
+from ckptfs.errors import CkptError, ExistsError, MismatchError, NotFoundError
+from ckptfs.manifest import Manifest, Param, digest, without_collection
+from ckptfs.report import params_of
 from ckptfs.version import __version__
-from ckptfs.write import Written
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ckptfs.codec import Codec
     from ckptfs.dtypes import DType
     from ckptfs.grid import Layout
+    from ckptfs.report import Report
     from ckptfs.saveplan import Array, SavePlan
     from ckptfs.storage import LocalStore, Store
 
-Report = tuple[list[Written], dict[str, Any]]
 SAVING, DELETING = ".saving", ".deleting"
 _STEP = re.compile(r"step-(\d{8,})\Z")
 
@@ -50,72 +46,6 @@ def step_number(name: str) -> int | None:
 
 def saving_name(name: str, save_id: str) -> str:
     return f".{name}.{save_id}{SAVING}"
-
-
-# --- reports ---------------------------------------------------------------------------------------------
-
-
-def pack_report(written: Sequence[Written], extra: Mapping[str, Any]) -> bytes:
-    """A rank's report as bytes: a JSON head, then the checksums."""
-    head = json.dumps(
-        {"pieces": [[w.array, w.start, w.stop, w.lengths, len(w.hashes)] for w in written], **extra},
-        separators=(",", ":"),
-    ).encode()
-    return b"".join([struct.pack("<I", len(head)), head, *(w.hashes for w in written)])
-
-
-def unpack_report(raw: bytes) -> tuple[list[Written], dict[str, Any]]:
-    (length,) = struct.unpack_from("<I", raw)
-    head = json.loads(raw[4 : 4 + length])
-    at, written = 4 + length, []
-    for array, start, stop, lengths, size in head.pop("pieces"):
-        written.append(Written(array, start, stop, lengths, raw[at : at + size]))
-        at += size
-    return written, head
-
-
-def params_of(plan: SavePlan, written: Iterable[Written]) -> dict[str, Param]:
-    """The manifest's arrays; SaveError if the pieces do not tile an array exactly."""
-    pieces: dict[int, list[Written]] = {i: [] for i in range(len(plan.arrays))}
-    for one in written:
-        pieces[one.array].append(one)
-    return {
-        array.name: _param(array, sorted(pieces[i], key=lambda w: w.start), plan.extent_bytes)
-        for i, array in enumerate(plan.arrays)
-    }
-
-
-def _param(array: Array, pieces: list[Written], extent_bytes: int) -> Param:
-    layout = array.layout
-    if layout.nbytes == 0:
-        wanted: list[tuple[int, int]] = []
-    elif layout.many:
-        size = layout.block_bytes
-        wanted = [(b * size, b * size + layout.used_bytes(b)) for b in range(layout.blocks)]
-    else:
-        wanted = [(0, layout.logical_bytes)]
-    lengths: list[int] = []
-    at = iter(pieces)
-    for start, stop in wanted:
-        while start < stop:
-            piece = next(at, None)
-            if piece is None or piece.start != start or piece.stop > stop:
-                msg = f"array {array.name!r}: reports leave a hole or an overlap at byte {start}; nothing was committed"
-                raise SaveError(msg)
-            base = start if layout.many else 0  # files of their own count extents from their first byte
-            found = piece.lengths or [b - a for a, b in cut(piece.start - base, piece.stop - base, extent_bytes)]
-            if len(found) * mf.HASH_BYTES != len(piece.hashes):
-                raise SaveError(
-                    f"array {array.name!r}: a report has a wrong number of checksums; nothing was committed"
-                )
-            lengths += found
-            start = piece.stop
-    if next(at, None) is not None:
-        raise SaveError(f"array {array.name!r}: two ranks wrote the same bytes; nothing was committed")
-    hashes = b"".join(piece.hashes for piece in pieces)
-    return Param(
-        array.name, zarr3.path_of_name(array.name), array.dtype, layout, array.codec, run_lengths(lengths), hashes
-    )
 
 
 # --- metadata --------------------------------------------------------------------------------------------
@@ -173,7 +103,7 @@ def assemble(
     """The manifest of what the ranks reported; writes the documents and assets that it speaks of."""
     compare_small([extra["small"] for _, extra in reports])
     node = tree.merge({r: tree.loads(extra["node"]) for r, (_, extra) in enumerate(reports) if "node" in extra})
-    params = params_of(plan, (w for written, _ in reports for w in written))
+    params = params_of(plan, (pieces for reported, _ in reports for pieces in reported))
     texts, hashes = documents(params)
     for path, text in texts.items():
         put(target, path, text)
@@ -196,7 +126,8 @@ def assemble(
 
 
 def dump(manifest: Manifest) -> bytes:
-    return manifest.dump(f"ckptfs {__version__}")
+    with without_collection():
+        return manifest.dump(f"ckptfs {__version__}")
 
 
 def compare_small(tables: Sequence[dict[str, str]]) -> None:

@@ -7,6 +7,7 @@ check is that the lengths add up to exactly what the layout says. The last key i
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import re
@@ -15,7 +16,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise, starmap
 from math import prod
 from operator import mul
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -25,6 +26,9 @@ from ckptfs.codec import Codec
 from ckptfs.dtypes import DType
 from ckptfs.errors import FormatError
 from ckptfs.grid import MAX_CHUNKS, Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 READER = 1  # a reader must know this number to read
 WRITER = 1  # a writer must know this number to change anything beside
@@ -108,7 +112,7 @@ class Param:
             data["many"] = True
         if self.codec is not None:
             data["codec"] = self.codec.to_json()
-        data["extents"] = [list(run) for run in self.runs]
+        data["extents"] = self.runs
         data["xxh3"] = self.hashes.hex()
         data["zarr_xxh3"] = self.zarr_hash
         return data
@@ -195,19 +199,27 @@ class Manifest:
     @classmethod
     def parse(cls, raw: bytes, where: str = NAME) -> Manifest:
         """The manifest in these bytes; FormatError says what is wrong with them, and where."""
-        collecting = gc.isenabled()
-        gc.disable()  # up to a million objects are made and none is garbage: looking for some doubles the time
         try:
-            return _parse(raw)
+            with without_collection():
+                return _parse(raw)
         except FormatError as error:
             msg = f"{where}: {error}"
             raise FormatError(msg) from None
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError, MemoryError) as error:
             msg = f"{where}: not a manifest: {error}"
             raise FormatError(msg) from None
-        finally:
-            if collecting:
-                gc.enable()
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """For up to a million objects of which none is garbage: looking for some doubles the time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -432,12 +444,10 @@ def _hex(value: object) -> bytes:
     return raw
 
 
-def run_lengths(lengths: list[int]) -> tuple[tuple[int, int], ...]:
+def run_lengths(lengths: Sequence[int] | np.ndarray[Any, Any]) -> tuple[tuple[int, int], ...]:
     """Equal neighbours counted: [(length, how many), ...]."""
-    runs: list[list[int]] = []
-    for length in lengths:
-        if runs and runs[-1][0] == length:
-            runs[-1][1] += 1
-        else:
-            runs.append([length, 1])
-    return tuple((a, n) for a, n in runs)
+    if not len(lengths):
+        return ()
+    found = np.asarray(lengths)
+    edges = np.concatenate([[0], np.flatnonzero(np.diff(found)) + 1, [len(found)]])
+    return tuple(zip(found[edges[:-1]].tolist(), np.diff(edges).tolist(), strict=True))

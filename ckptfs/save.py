@@ -26,6 +26,7 @@ from ckptfs.manifest import digest
 from ckptfs.meet import UNFIT, Description, PlanCache, agree
 from ckptfs.ranks import Group, Round, Timeouts, blame, typical
 from ckptfs.ranks.round import LeaderRound
+from ckptfs.report import pack_report, unpack_report
 from ckptfs.shards import as_numpy, hold, tie
 from ckptfs.stage import Pools, Stager, StagingPool, Started, copies_of_unowned, jobs_of
 from ckptfs.write import Pipeline
@@ -33,6 +34,7 @@ from ckptfs.write import Pipeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from ckptfs.report import Report
     from ckptfs.saveplan import Pieces, SavePlan
     from ckptfs.settings import Settings
     from ckptfs.shards import Held
@@ -369,7 +371,7 @@ class Saver:
         else:
             self._write_documents(target)
         self.phase("report")
-        round_.report(commit.pack_report(pipeline.written, self._extra(round_)))
+        round_.report(pack_report(pipeline.written, self._extra(round_)))
         self.phase("commit")
         if isinstance(round_, LeaderRound):
             self._commit(round_, target)
@@ -454,7 +456,7 @@ class Saver:
                 _log.warning("step %s of %s: %s", self.request.step, self.store.url, fault)
                 self.notes.append(fault)
 
-    def _publish(self, round_: LeaderRound, target: Store, reports: Sequence[commit.Report]) -> bytes:
+    def _publish(self, round_: LeaderRound, target: Store, reports: Sequence[Report]) -> bytes:
         built = commit.assemble(
             target,
             self.plan,
@@ -484,9 +486,9 @@ class Saver:
             self._bearable[lost] = covered and saveplan.stand_ins(self._inputs, lost) is not None
         return self._bearable[lost]
 
-    def _reports(self, round_: LeaderRound) -> list[commit.Report]:
+    def _reports(self, round_: LeaderRound) -> list[Report]:
         """Of all ranks; what lost ones would have reported comes from those that stand in for them."""
-        reports = {rank: commit.unpack_report(raw) for rank, raw in round_.gather_some().items()}
+        reports = {rank: unpack_report(raw) for rank, raw in round_.gather_some().items()}
         if not round_.lost:
             return [reports[rank] for rank in range(self.group.size)]
         self.phase("takeover")
@@ -514,7 +516,7 @@ class Saver:
                 lost,
             )
         return takeover.combine(
-            self.group.size, reports, {rank: commit.unpack_report(raw) for rank, raw in second.items()}, trees
+            self.group.size, reports, {rank: unpack_report(raw) for rank, raw in second.items()}, trees
         )
 
     def _make_room(self, round_: LeaderRound) -> None:
@@ -542,7 +544,7 @@ class Saver:
             return b""
         if target.positional:
             target.syncfs()  # type: ignore[attr-defined]
-        return commit.pack_report(pipeline.written, {"small": {}, "node": self._mine.node.decode()})
+        return pack_report(pipeline.written, {"small": {}, "node": self._mine.node.decode()})
 
     def _write_for_others(self, target: Store, pieces: Pieces) -> Pipeline | None:
         """Write from the caller's tensors or from the copies that were kept; None if there are neither."""

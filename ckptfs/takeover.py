@@ -24,6 +24,7 @@ from ckptfs.stage import Job
 from ckptfs.storage.base import os_error
 
 if TYPE_CHECKING:
+    from ckptfs.report import Report
     from ckptfs.saveplan import Array, Pieces, SavePlan
     from ckptfs.stage import Stager, StagingPool
     from ckptfs.storage import LocalStore, Store
@@ -194,11 +195,9 @@ def first_with(nodes: list[bytes], lost: Collection[int]) -> dict[int, int] | No
     return found
 
 
-def combine(
-    size: int, reports: dict[int, commit.Report], second: dict[int, commit.Report], trees: dict[int, int]
-) -> list[commit.Report]:
+def combine(size: int, reports: dict[int, Report], second: dict[int, Report], trees: dict[int, int]) -> list[Report]:
     """One report for each rank: a lost one's is empty, but for the tree; its stand-ins' are longer."""
-    out: list[commit.Report] = [reports.get(rank, ([], {"small": {}})) for rank in range(size)]
+    out: list[Report] = [reports.get(rank, ([], {"small": {}})) for rank in range(size)]
     for rank, (written, _) in second.items():
         out[rank] = ([*out[rank][0], *written], out[rank][1])
     for rank, other in trees.items():

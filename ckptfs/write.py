@@ -12,13 +12,13 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptfs import zarr3
 from ckptfs.errors import CkptError, StorageError
 from ckptfs.manifest import digest
 from ckptfs.ranges import cut
+from ckptfs.report import Written
 from ckptfs.storage.directio import DirectWriter
 
 if TYPE_CHECKING:
@@ -33,17 +33,6 @@ if TYPE_CHECKING:
 _NICE = 10  # what background threads add to their nice value
 _BESIDE_ALL = 4  # writers beside training on every core
 _TELLING_BYTES = 16 << 20  # the rate of fewer says more about the moment than about the target
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A finished piece, as a rank reports it: stored lengths only where compression made them differ."""
-
-    array: int
-    start: int
-    stop: int
-    lengths: list[int] | None
-    hashes: bytes
 
 
 def spare_cores() -> int:

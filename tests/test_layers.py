@@ -23,7 +23,7 @@ ROWS = [
     "stage ranks storage zarr_dtypes zarr_plugin maps progress",
     "array",
     "shards",
-    "tree tags saveplan loadplan parties mesh ranges",  # from here on: pure
+    "tree tags report saveplan loadplan parties mesh ranges",  # from here on: pure
     "grid codec zarr3 manifest rules layout_ops expr",
     "box dtypes settings trace errors version",
 ]

@@ -1,6 +1,7 @@
 """The manifest as a hostile file: every way to lie is a FormatError, quickly, and nothing else."""
 
 import copy
+import gc
 import json
 import tempfile
 import time
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 import ckptfs
 from ckptfs.checkpoint import Checkpoint
 from ckptfs.errors import CkptError, FormatError
-from ckptfs.manifest import Manifest, digest, run_lengths
+from ckptfs.manifest import Manifest, digest, run_lengths, without_collection
 from ckptfs.storage import MemoryStore
 
 SMALL = ckptfs.Settings(chunk_bytes=256, block_bytes=512, extent_bytes=128, io_bytes=512)
@@ -501,3 +502,15 @@ def test_run_lengths(lengths):
     runs = run_lengths(lengths)
     assert [n for n, count in runs for _ in range(count)] == lengths
     assert all(a[0] != b[0] for a, b in pairwise(runs))
+
+
+def test_collection_of_garbage_is_left_as_it_was():
+    before = gc.isenabled()
+    try:
+        for wanted in (True, False):
+            (gc.enable if wanted else gc.disable)()
+            with without_collection():
+                assert not gc.isenabled()
+            assert gc.isenabled() is wanted
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -190,9 +190,9 @@ def test_shards_without_a_useful_common_boundary_are_handed_over_or_stored_raw_w
         with Run(LocalStore(where), group=group, settings=Settings(handover=handed_over)) as run:
             return run.save(1, {"w": shard}, compression="zstd")
 
-    notes = on_ranks(3, save)[0].notes
+    # Other notes may say that the disk of one was slow.
+    notes = [note for note in on_ranks(3, save)[0].notes if "w: stored raw" in note]
     assert len(notes) == (0 if handed_over else 1)
-    assert all("w: stored raw" in note for note in notes)
     with Run(where)[1] as checkpoint:
         assert checkpoint.param("w").layout.files == 1
         assert (checkpoint.param("w").codec is not None) == handed_over

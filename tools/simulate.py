@@ -17,11 +17,11 @@ import zlib
 from dataclasses import dataclass
 from math import prod
 
-from ckptfs import commit, manifest, mesh, parties, ranges, saveplan
+from ckptfs import commit, manifest, mesh, parties, ranges, report, saveplan
 from ckptfs.grid import Layout
+from ckptfs.report import Written
 from ckptfs.saveplan import Desc, Options, SavePlan
 from ckptfs.stage import jobs_of
-from ckptfs.write import Written
 
 GIB = 1 << 30
 
@@ -245,10 +245,10 @@ def merge(model: Model, layout: str, world: int) -> dict[str, object]:
             for a, b in ranges.cut_evenly(start, stop, 8 << 20, plan.extent_bytes):
                 hashes = os.urandom(16 * len(ranges.cut(a, b, plan.extent_bytes)))
                 written.append(Written(number, a, b, None, hashes))
-    reports = [commit.pack_report(written[rank::world], {}) for rank in range(world)]
+    reports = [report.pack_report(written[rank::world], {}) for rank in range(world)]
     begin = time.perf_counter()
-    unpacked = [commit.unpack_report(report) for report in reports]
-    params = commit.params_of(plan, (w for pieces, _ in unpacked for w in pieces))
+    unpacked = [report.unpack_report(raw) for raw in reports]
+    params = report.params_of(plan, (found for finished, _ in unpacked for found in finished))
     texts, zarr_hashes = commit.documents(params)
     built = commit.build(
         params,
@@ -262,7 +262,7 @@ def merge(model: Model, layout: str, world: int) -> dict[str, object]:
         root_hash=manifest.digest(texts["zarr.json"]).hex(),
         zarr_hashes=zarr_hashes,
     )
-    raw = built.dump("simulated")
+    raw = commit.dump(built)
     merge_s = time.perf_counter() - begin
     begin = time.perf_counter()
     manifest.Manifest.parse(raw)

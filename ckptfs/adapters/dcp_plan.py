@@ -21,8 +21,8 @@ from ckptfs.codec import Codec
 from ckptfs.errors import CkptError, MismatchError
 from ckptfs.grid import Layout, choose
 from ckptfs.ranges import cut
+from ckptfs.report import Written
 from ckptfs.saveplan import Array, codec_for, extent_size
-from ckptfs.write import Written
 
 from .dcp_tree import name_of, path_of
 

@@ -26,6 +26,7 @@ from torch.futures import Future
 from ckptfs import commit, dtypes, saveplan, tree, zarr3
 from ckptfs.errors import CkptError, ExistsError, MismatchError, SaveError
 from ckptfs.ranges import merge
+from ckptfs.report import Finished
 from ckptfs.run import patterns_of, read_assets
 from ckptfs.settings import Settings
 from ckptfs.shards import hold
@@ -185,7 +186,7 @@ class StorageWriter(TorchWriter):
                 commit.put(target, f"{zarr3.path_of_name(array.name)}/zarr.json", commit.array_document(array))
         node = tree.dumps(_tree_of(metadata, values)).decode()
         extras: list[dict[str, Any]] = [{"small": {}, "node": node}, *({"small": {}} for _ in reports[1:])]
-        pieces: list[list[Any]] = [written, *([] for _ in reports[1:])]
+        pieces = [[Finished.of(written)], *([] for _ in reports[1:])]
         manifest = commit.assemble(
             target,
             saveplan.SavePlan(arrays, {}, {}, self.settings.extent_bytes),

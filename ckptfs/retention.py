@@ -19,6 +19,7 @@ from ckptfs import commit
 from ckptfs.errors import CkptError, MismatchError, NotFoundError
 from ckptfs.manifest import NAME as MANIFEST
 from ckptfs.manifest import digest
+from ckptfs.write import step_back
 
 if TYPE_CHECKING:
     from ckptfs.storage import Store
@@ -150,6 +151,7 @@ class Pruner:
                 self._thread.start()
 
     def _work(self) -> None:
+        step_back()
         while True:
             with self._lock:
                 if not self._wanted:

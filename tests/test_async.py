@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ckptfs
-from ckptfs import asyncsave
+from ckptfs import asyncsave, write
 from ckptfs import run as run_module
 from ckptfs.errors import CkptError, ExistsError, MismatchError, SaveError, StorageError
 from ckptfs.ranks import Group
@@ -340,6 +340,41 @@ def test_what_cannot_be_hooked_is_refused(tmp_path):
         with pytest.raises(MismatchError, match="on_busy"):
             run.save_async(1, {}, on_busy="maybe")
         assert run.steps() == []
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "snapshot"])
+@pytest.mark.parametrize("spare", [0, 1])
+def test_background_threads_step_back_equally_far_where_there_is_a_second_core(tmp_path, monkeypatch, lazy, spare):
+    """Also those that were begun by one that has stepped back already; a snapshot's copies stay with the caller."""
+    steps: dict[str, set[int]] = {}
+    usual = os.getpriority(os.PRIO_PROCESS, os.getpid())
+
+    class Watched(FileOps):
+        def _note(self):
+            if (thread := threading.current_thread()) is not threading.main_thread():
+                kind = re.sub(r"-\d+$", "", thread.name)
+                steps.setdefault(kind, set()).add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) - usual)
+
+        def open(self, path, flags, mode=0o666):
+            self._note()
+            return super().open(path, flags, mode)
+
+        def pwrite(self, fd, data, offset):
+            self._note()
+            return super().pwrite(fd, data, offset)
+
+        def unlink(self, path):
+            self._note()
+            return super().unlink(path)
+
+    monkeypatch.setattr(write, "spare_cores", lambda: spare)
+    training = Training(0)
+    with ckptfs.Run(LocalStore(tmp_path, ops=Watched()), settings=TIGHT, keep_last=1) as run:
+        for step in range(2):
+            run.save_async(step, training.state(), before_update=training.optimizer if lazy else None).wait()
+    background = {"ckptfs-save", "ckptfs-write", "ckptfs-reserve", "ckptfs-prune"}
+    assert steps == {kind: {min(usual + 10, 19) - usual if spare else 0} for kind in background}
+    assert os.getpriority(os.PRIO_PROCESS, os.getpid()) == usual
 
 
 # --- training loops --------------------------------------------------------------------------------------------------

@@ -53,8 +53,8 @@ def step_back() -> None:
     """Let other threads have this one's core first, if this rank has a second one.
 
     Where every core computes, saves would starve: they took twice as long for nothing. No further than this, also where
-    a thread was begun by one that had stepped back: on a machine with four times as much to do as it has cores, a save
-    of half a gigabyte took 1 s without, 2 s with nice 10, 17 s with 19 and 38 s as SCHED_IDLE.
+    a thread was begun by one that had stepped back: among ten processes on two cores, a lazy save of 512 MiB
+    took 2 to 4 s with nice 10, 13 and 17 s with 19. Beside one loop alone there was no difference.
     """
     if spare_cores() < 1:
         return

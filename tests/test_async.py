@@ -345,7 +345,7 @@ def test_what_cannot_be_hooked_is_refused(tmp_path):
 @pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "snapshot"])
 @pytest.mark.parametrize("spare", [0, 1])
 def test_background_threads_step_back_equally_far_where_there_is_a_second_core(tmp_path, monkeypatch, lazy, spare):
-    """Also those that were begun by one that has stepped back already; a snapshot's copies stay with the caller."""
+    """No further: not even those that were begun by one that has stepped back already."""
     steps: dict[str, set[int]] = {}
     usual = os.getpriority(os.PRIO_PROCESS, os.getpid())
 

@@ -145,8 +145,6 @@ class Mesh:
             first = coordinate[m] // taken * taken
             sides[m] = tuple(range(first, min(first + taken, self.shape[m])))
             most //= taken
-            if most <= 1:
-                break
         return [*product(*sides)]
 
     def _dim(self, m: int) -> int:

@@ -387,12 +387,9 @@ def _array(
         if options.handover:
             layout = _blocks_for(first, views, options, codec)
             return layout, codec, note, parties.of_blocks(layout, _shards(layout, views))
-        if codec is not None and options.positional:
-            layout, codec, note = (
-                _layout(first, edges, options, None, many=False),
-                None,
-                "stored raw: its shards have no useful common boundary",
-            )
+        # Without a hand-over these are compressed arrays in stores that take many writers of a file.
+        codec, note = None, "stored raw: its shards have no useful common boundary"
+        layout = _layout(first, edges, options, None, many=False)
     return layout, codec, note, _held(layout, views, rank, span)
 
 

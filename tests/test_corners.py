@@ -205,6 +205,7 @@ def unsupported(value, match):
 def test_a_big_integer_is_hexadecimal():
     refused({"$": "int", "value": "0xG"})
     refused({"$": "timedelta", "value": [1, 2, 0.5]})
+    refused({"$": "range", "value": [0, 1.5, 1]})
 
 
 def test_dtypes_without_a_portable_description():

@@ -194,6 +194,25 @@ def test_flat_and_uneven_shards_have_blocks_with_one_writer_in_stores_and_compre
         assert prod(layout.shape) * 4 <= layout.logical_bytes
 
 
+def test_shards_of_a_mesh_too_small_for_files_share_blocks_with_one_writer_each():
+    """Sixteen shards of 64 bytes, two replicas, in a store that takes whole files only: four blocks of an extent."""
+    spread = ["mesh", [2, 16], [0, 32], ["R", "S0"]]
+    descs = [Desc("w", "float32", (64, 4), spread)]
+    chosen = Options(positional=False, chunk_bytes=64, extent_bytes=256)
+    plans = [plan([(descs, {})], [0] * 32, rank, chosen) for rank in range(32)]
+    layout = plans[0].arrays[0].layout
+    assert (layout.blocks, layout.block_bytes) == (4, 256)
+    writers = {piece: rank for rank, one in enumerate(plans) for piece in one.pieces.get(0, [])}
+    assert len(writers) == 4
+    assert sum(one.nbytes for one in plans) == 64 * 16
+    for (start, stop), writer in writers.items():
+        assert stop - start == 256
+        pulled = [(a, b) for a, b, _ in plans[writer].pulls[0]]
+        at = 64 * (writer % 16)  # what it holds itself
+        assert sorted([*pulled, (at, at + 64)]) == [(a, a + 64) for a in range(start, stop, 64)]
+        assert all((giver % 16) * 64 == a for a, _, giver in plans[writer].pulls[0])
+
+
 def test_large_pieces_stay_although_most_ranks_hold_none():
     """Eight experts over 32 ranks: a piece is an eighth, not a thirty-second."""
     mesh = Mesh(["mesh", [32], [0, 32], ["S0"]])

@@ -275,6 +275,8 @@ class Saver:
             nonlocal moved_s, left
             pipeline.go()  # buffers become free by being written
             pipeline.raise_if_broken()
+            if isinstance(self._round, LeaderRound):
+                self._round.look_around()
             if holder.left_bytes != left:
                 moved_s, left = time.monotonic(), holder.left_bytes
             if gone:

@@ -263,6 +263,35 @@ def test_a_stuck_rank_is_told_from_a_silent_one(silent):
     assert error.by_rank[1].startswith("no sign of life for" if silent else "stuck in phase 'write' at 3.0 GiB of 8.0")
 
 
+def test_a_leader_in_the_middle_of_its_part_names_who_is_silent_not_who_waits_for_it():
+    """As when bytes are handed over: rank 1 gets nothing done because rank 2 has stopped."""
+    over = threading.Event()
+    quick = Timeouts(enter_timeout_s=5, progress_timeout_s=0.3, silence_timeout_s=1.0, grace_s=1, beat_s=0.02)
+
+    def leader(group):
+        round_ = Round.enter(group, "/run", b"h" * 32, step=1, timeouts=quick)
+        try:
+            while True:
+                round_.look_around()
+                over.wait(0.02)
+        except SaveError as error:
+            round_.publish(error)
+            return sorted(error.by_rank), error.by_rank[2]
+        finally:
+            over.set()
+
+    def other(group):
+        round_ = Round.enter(group, "/run", b"h" * 32, step=1, timeouts=quick)
+        if group.rank == 2:
+            round_._beats.stop()
+        assert over.wait(15)
+        round_.close()
+
+    found = each(Group.threads(3), leader, other, other)[0]
+    assert found[0] == [2], found
+    assert "no sign of life" in found[1]
+
+
 def test_a_deadline_ends_a_round_in_which_somebody_does_not_get_ready():
     over = threading.Event()
 

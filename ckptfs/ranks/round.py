@@ -464,6 +464,7 @@ class LeaderRound(Round):
         self._expected: Collection[int] = range(1, group.size)
         self._failures: dict[int, str] = {}
         self._abort_error: SaveError | None = None
+        self._around: tuple[PeerWatch, float] | None = None  # of `look_around`, and when it last looked
 
     def _enter(self, hello: bytes, info: bytes) -> None:
         kv = self.group.kv
@@ -567,6 +568,19 @@ class LeaderRound(Round):
         self._abort_error = self._failed(dict(self._failures))
         return self._abort_error
 
+    def look_around(self) -> None:
+        """Called again and again while the leader waits for others in the middle of its own part: raises when some rank
+        gives no sign of life. Who gets nothing done may only be waiting for that one, so nobody else is blamed.
+        """
+        now_s, look_s = time.monotonic(), self.timeouts.look_s()
+        if self._around is None:
+            self._around = PeerWatch(self._expected, now_s, max_gap_s=2 * look_s), now_s
+        watch, looked_s = self._around
+        if now_s - looked_s >= look_s:
+            self._around = watch, now_s
+            silence_only = dataclasses.replace(self.timeouts, progress_timeout_s=math.inf)
+            self._look(watch, [rank for rank in self._expected if rank not in self._failures], silence_only)
+
     def order(self, payload: bytes, ranks: Collection[int]) -> None:
         """After gather_some: have these ranks stand in for the lost ones; a second `gather_some` collects them."""
         self._move("order")
@@ -605,11 +619,11 @@ class LeaderRound(Round):
             self.heartbeat("gather", len(reports) + watch.progress)
             pauses.pause()
 
-    def _look(self, watch: PeerWatch, pending: Sequence[int]) -> None:
+    def _look(self, watch: PeerWatch, pending: Sequence[int], timeouts: Timeouts | None = None) -> None:
         beats = self.group.kv.get_many([self.key(f"b/{rank}") for rank in pending])
         seen = {rank: Beat.unpack(beat) if beat else None for rank, beat in zip(pending, beats, strict=True)}
         watch.look(seen, time.monotonic())
-        wrong = {rank: watch.judge(rank, self.timeouts) for rank in pending}
+        wrong = {rank: watch.judge(rank, timeouts or self.timeouts) for rank in pending}
         lost = {rank: text for rank, text in wrong.items() if text is not None}
         self._failures |= lost
         self.silent |= lost.keys()

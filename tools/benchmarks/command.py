@@ -21,7 +21,7 @@ RECORD = {
     "save": ("2G", 5),
     "reshard": ("2G", 5),
     "slice": ("2G", 3),
-    "async": ("2G", 3),
+    "async": ("2G", 2),
     "mount": ("512M", 3),
     "coldstart": ("512M", 3),
     "relayout": ("512M", 2),
@@ -115,7 +115,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--drop-caches", action="store_true", help="also drop the whole page cache before cold reads (root)"
     )
     parser.add_argument("--only", nargs="*", default=[], choices=list(RECORD), help="with record: only these scenarios")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a scenario's job may take")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds a scenario's job may take")
     args = parser.parse_args(argv)
     args.command = "measure"
     return args

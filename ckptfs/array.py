@@ -88,7 +88,7 @@ def select(index: Any, shape: Sequence[int], name: str) -> Selection:
     dots = [at for at, item in enumerate(items) if item is Ellipsis]
     if len(dots) > 1:
         raise IndexError(f"{name}: an index has at most one '...'")
-    wanted = sum(item is not None and item is not Ellipsis for item in items)
+    wanted = len([item for item in items if item is not None and item is not Ellipsis])
     if wanted > len(shape):
         raise IndexError(f"{name}: {wanted} indices for {len(shape)} dimensions")
     at = dots[0] if dots else len(items)

@@ -27,7 +27,8 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(max(0, b - a) for a, b in zip(self.start, self.stop, strict=True))
+        # A list first: a generator would be entered once for each dimension.
+        return tuple([max(0, b - a) for a, b in zip(self.start, self.stop, strict=True)])
 
     @property
     def size(self) -> int:
@@ -83,7 +84,7 @@ def runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
         return
     k, n = run_shape(box, shape)
     strides = strides_of(shape)
-    base = sum(a * s for a, s in zip(box.start, strides, strict=True))
+    base = sum([a * s for a, s in zip(box.start, strides, strict=True)])
     counts = [box.stop[d] - box.start[d] for d in range(k)]
     index = [0] * k
     while True:

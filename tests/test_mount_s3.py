@@ -54,7 +54,7 @@ class Line:
     def _hang_up(self):
         sockets, self._sockets = self._sockets, []
         for one in sockets:
-            one.close() if one.fileno() == -1 else one.shutdown(socket.SHUT_RDWR)
+            with_errors_ignored(one.shutdown, socket.SHUT_RDWR)  # the other side may have hung up before
 
     def _accept(self):
         while True:
@@ -67,6 +67,8 @@ class Line:
                 continue
             there = socket.create_connection(self._target)
             self._sockets += [here, there]
+            if self._is_cut:  # in the moment since it was asked
+                self._hang_up()
             for pair in ((here, there), (there, here)):
                 threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
 

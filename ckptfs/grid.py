@@ -115,6 +115,25 @@ class Layout:
         rows = _ceil(rows, self.chunk[0]) * self.chunk[0]
         return rows * row_bytes
 
+    def extent_bytes(self, most_bytes: int) -> int:
+        """What the extents of a raw file are cut at multiples of: at most `most_bytes`, and a third of that at least.
+
+        The halves of the rows, their quarters, eighths and so on, if they are alike and larger than an extent, begin at
+        such multiples: who loads part of what another number of ranks saved reads no extent for a few rows of it.
+        """
+        if self.nbytes == 0 or not self.shape or self.logical_bytes <= most_bytes:
+            return most_bytes
+        rows, even = min(self.shape[0], self.block[0]), self.block_bytes // self.block[0]
+        if even <= most_bytes:
+            if rows % 2:
+                return most_bytes
+            even *= rows // (rows & -rows)
+            while 2 * even <= most_bytes:
+                even *= 2
+        least = _ceil(even, most_bytes)
+        fitting = (even // n for n in range(least, 2 * least) if even % (n * self.itemsize) == 0)
+        return next(fitting, most_bytes)
+
     @cached_property
     def index_bytes(self) -> int:
         """Length of the shard index behind the data of a file: 16 bytes a chunk and a crc32c."""

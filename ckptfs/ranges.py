@@ -58,7 +58,7 @@ def cut_evenly(start: int, stop: int, most: int, grain: int) -> list[tuple[int, 
     if stop - start <= most:
         return [(start, stop)] if start < stop else []
     if most < 3 * grain:  # rounding to grains could leave nothing of a part
-        return cut(start, stop, most)
+        return cut(start, stop, most if most < grain else most // grain * grain)
     count = -(-(stop - start) // (most - grain))
     edges = [start, *((start + (stop - start) * i // count) // grain * grain for i in range(1, count)), stop]
     return list(pairwise(edges))

@@ -102,7 +102,9 @@ def _params_of(plan: SavePlan, reported: list[Finished]) -> dict[str, Param]:
         start, stop = rows["start"][own], rows["stop"][own]
         _check_tiling(array, start, stop)
         theirs = given[given_edges[i] : given_edges[i + 1]]
-        lengths = _lengths(array, start, stop, counts[own], given_counts[own], theirs, plan.extent_bytes)
+        lengths = _lengths(
+            array, start, stop, counts[own], given_counts[own], theirs, array.layout.extent_bytes(plan.extent_bytes)
+        )
         params[array.name] = Param(
             array.name,
             zarr3.path_of_name(array.name),

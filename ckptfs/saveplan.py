@@ -85,7 +85,7 @@ class SavePlan:
     arrays: list[Array]
     pieces: dict[int, list[tuple[int, int]]]
     aliases: dict[str, str]
-    extent_bytes: int
+    extent_bytes: int  # at most; see Layout.extent_bytes
     pulls: dict[int, list[Handed]] = field(default_factory=dict)  # by array: what of the pieces comes from which rank
     gives: dict[int, list[Handed]] = field(default_factory=dict)  # by array: what this rank holds and which one writes
 
@@ -219,7 +219,8 @@ def _is_small(desc: Desc, mesh: Mesh, options: Options) -> bool:
 
 def _units(arrays: list[Array], held: Parts, extent_bytes: int) -> dict[int, int]:
     """What is never cut, of each array: a file of its own, or an extent."""
-    return {i: arrays[i].layout.block_bytes if arrays[i].layout.many else extent_bytes for i, _ in held}
+    layouts = ((i, arrays[i].layout) for i, _ in held)
+    return {i: layout.block_bytes if layout.many else layout.extent_bytes(extent_bytes) for i, layout in layouts}
 
 
 # --- when a rank is lost ---------------------------------------------------------------------------------

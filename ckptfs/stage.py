@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,13 +68,16 @@ def jobs_of(plan: SavePlan, io_bytes: int, small_bytes: int) -> list[Job]:
     used = 0
     for number, ranges in plan.pieces.items():
         layout = plan.arrays[number].layout
+        extent_bytes = layout.extent_bytes(plan.extent_bytes)
+        paged = lcm(extent_bytes, PAGE)  # between jobs of such lengths there is no page for the page cache
+        grain = paged if 3 * paged <= max(io_bytes, small_bytes) else extent_bytes
         for start, stop in ranges:
             if layout.many:
                 for block in range(start // layout.block_bytes, (stop - 1) // layout.block_bytes + 1):
                     low = block * layout.block_bytes
                     jobs.append(Job((Part(number, low, low + layout.used_bytes(block), 0),)))
                 continue
-            for a, b in cut_evenly(start, stop, max(io_bytes, small_bytes), plan.extent_bytes):
+            for a, b in cut_evenly(start, stop, max(io_bytes, small_bytes), grain):
                 # Direct I/O wants memory and file equally far from a page's beginning.
                 step, offset = (_PACK, 0) if stop - start <= small_bytes else (PAGE, a % PAGE)
                 at = -(-used // step) * step + offset

@@ -329,7 +329,7 @@ class Pipeline:
         if array.layout.many:
             lengths, hashes, stored = self._write_block(array, part, view)
         else:
-            size = self._plan.extent_bytes
+            size = array.layout.extent_bytes(self._plan.extent_bytes)
             hashes = [digest(view[a - part.start : b - part.start]) for a, b in cut(part.start, part.stop, size)]
             assert self.files is not None  # files that several ranks share are planned for positional stores only
             begin = time.perf_counter()
@@ -373,7 +373,8 @@ class Pipeline:
             hashes = [digest(chunk) for chunk in chunks]
             body = b"".join(chunks)
         else:
-            hashes = [digest(view[a:b]) for a, b in cut(0, len(view), self._plan.extent_bytes)]
+            size = layout.extent_bytes(self._plan.extent_bytes)
+            hashes = [digest(view[a:b]) for a, b in cut(0, len(view), size)]
         if layout.sharded:
             body = bytes(body) + _index(array, block, lengths)
         path = f"{zarr3.path_of_name(array.name)}/{layout.key(block)}"

@@ -110,6 +110,45 @@ def used_mask(layout):
     return np.concatenate(masks) if masks else np.zeros(0, bool)
 
 
+# --- extents -------------------------------------------------------------------------------------------------
+
+
+@given(layouts, st.integers(1, 200))
+def test_extents_are_as_long_as_allowed_or_a_third_of_that(made, most):
+    layout, _ = made
+    assert most / 3 < layout.extent_bytes(most) <= most
+
+
+@given(
+    rows=st.integers(1, 2000),
+    columns=st.integers(1, 300),
+    itemsize=itemsizes,
+    most=st.integers(100, 5000).map(lambda n: n * 8),
+)
+def test_equal_shares_of_the_rows_begin_where_extents_do(rows, columns, itemsize, most):
+    layout = choose((rows, columns), itemsize)
+    size, row_bytes = layout.extent_bytes(most), columns * itemsize
+    shares = [rows // parts * row_bytes for parts in (2**i for i in range(12)) if rows % parts == 0]
+    whole = layout.logical_bytes
+    if whole <= most or (rows % 2 and row_bytes <= most):
+        assert size == most
+    elif min(shares) <= most:  # equal parts of the rows are small enough to be extents
+        assert all(share % size == 0 for share in shares if share > most)
+        assert size in shares or size % min(shares) == 0
+    elif size != most:  # else no equal parts of whole elements are of about that length
+        assert min(shares) % size == 0
+        assert size % itemsize == 0
+
+
+@pytest.mark.parametrize(
+    "shape", [(1088, 1088), (2880, 1088), (1088, 2880), (4096, 14336), (34816, 1088), (128256, 4096), (152064, 3584)]
+)
+def test_two_to_eight_ranks_share_no_extent_of_a_usual_weight(shape):
+    layout = choose(shape, 4)
+    for ranks in (2, 4, 8):
+        assert layout.nbytes // ranks % layout.extent_bytes(1 << 20) == 0
+
+
 # --- ranges and parts ----------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from ckptfs import Checkpoint, LocalShard, Run, Settings
 from ckptfs.errors import CkptError
 from ckptfs.storage import LocalStore, MemoryStore
 from ckptfs.verify import verify
-from spreads import DTYPES, NoSync, blank, on_ranks, parts_of, random_array, shapes, spreadings
+from spreads import DTYPES, NoSync, Spreading, blank, on_ranks, parts_of, random_array, shapes, spreadings
 
 TINY = {"read_threads": 2, "write_threads": 2, "buffer_bytes": 1 << 20, "read_buffer_bytes": 1 << 18}
 
@@ -135,6 +135,23 @@ def test_any_layout_into_any_other_compressed(folder, case, compression):
         round_trip(store, case, compression=compression)
     finally:
         shutil.rmtree(store.root, ignore_errors=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_what_two_saved_by_rows_any_power_of_two_reads_without_a_byte_twice(tmp_path, ranks):
+    """Weights as a transformer has them: no checksum covers rows of two ranks."""
+    shapes_of = {"q": (1088, 68), "up": (2880, 68), "down": (1088, 180), "embed": (4352, 68), "experts": (8, 180, 68)}
+    arrays = {name: random_array(shape, "float32", 0) for name, shape in shapes_of.items()}
+    rows = {n: dict.fromkeys(arrays, Spreading("mesh", ((n,), tuple(range(n)), ("S0",)))) for n in (2, ranks)}
+    config = Settings(extent_bytes=1 << 16, io_bytes=1 << 19, chunk_bytes=1 << 19, small_file_bytes=1 << 14)
+    save_on_ranks(LocalStore(tmp_path, ops=NoSync()), arrays, rows[2], 2, config)
+
+    def load(rank, group):
+        with Run(tmp_path, group=group, settings=config)[1] as checkpoint:
+            checkpoint.load(tree_of(arrays, rows[ranks], rank), rank=rank)
+            return checkpoint.bytes_read
+
+    assert sum(on_ranks(ranks, load)) == sum(full.nbytes for full in arrays.values())
 
 
 def test_ties_that_only_some_ranks_see_keep_both_values():

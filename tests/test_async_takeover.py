@@ -302,7 +302,7 @@ def test_a_background_save_survives_if_copies_were_kept(tmp_path, config, hook, 
 
 # --- ranks that only were stopped --------------------------------------------------------------------------------
 
-PATIENT = replace(TIGHT, progress_timeout_s=2.0)
+PATIENT = replace(TIGHT, progress_timeout_s=4.0)
 
 
 @pytest.mark.parametrize(("kind", "at"), [("pwrite", 0), ("pwrite", 9), ("open", 1), ("fallocate", 0)])

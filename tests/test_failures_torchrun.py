@@ -13,39 +13,26 @@ import ckptfs
 
 pytest.importorskip("torch")
 
+LIMIT_S = 40  # of a save that fails: its deadlines are 10 s at most; the machine may be busy
+
 PRELUDE = """
-import json, os, signal, sys, threading, time
+import json, os, signal, sys
 import torch
 import torch.distributed as dist
 import ckptfs
 from ckptfs.ranks import Group
-from ckptfs.storage import FaultOps, FaultPlan, FileOps, LocalStore
+from ckptfs.storage import FaultOps, FaultPlan, LocalStore
+from failing_ranks import AtWrite, begin, caught, die, gathered, stop
+from spreads import NoSync
 
-dist.init_process_group("gloo")
-rank, size = dist.get_rank(), dist.get_world_size()
-folder = sys.argv[1]
+rank, size, folder, pids = begin()
 SETTINGS = ckptfs.Settings(
-    io_bytes=65536, extent_bytes=16384, enter_timeout_s=6.0, progress_timeout_s=6.0, silence_timeout_s=5.0, small_file_bytes=1024,
+    io_bytes=65536, extent_bytes=16384, enter_timeout_s=10.0, progress_timeout_s=10.0, silence_timeout_s=5.0, small_file_bytes=1024,
 )
-pids = [None] * size
-dist.all_gather_object(pids, os.getpid())
-
-
-class AtWrite(FileOps):
-    '''Does something instead of the third write.'''
-
-    def __init__(self, action):
-        self.action, self.writes = action, 0
-
-    def pwrite(self, fd, data, offset):
-        self.writes += 1
-        if self.writes == 3:
-            self.action()
-        return super().pwrite(fd, data, offset)
 
 
 def run_with(ops=None, group=None):
-    return ckptfs.Run(LocalStore(folder, **({"ops": ops} if ops else {})), settings=SETTINGS, group=group)
+    return ckptfs.Run(LocalStore(folder, ops=ops or NoSync()), settings=SETTINGS, group=group)
 
 
 def shared(step):
@@ -70,21 +57,6 @@ def sound(step):
     assert all(torch.equal(stored[name], value) for name, value in shared(step).items())
 
 
-def caught(action, step):
-    began = time.monotonic()
-    try:
-        result = action()
-    except ckptfs.SaveError as error:
-        return {"text": str(error), "ranks": sorted(error.by_rank), "took_s": time.monotonic() - began}
-    return {"lost": result.lost, "took_s": time.monotonic() - began} if result else None
-
-
-def gathered(value):
-    values = [None] * size
-    dist.all_gather_object(values, value)
-    return values
-
-
 def commits(step):
     '''The next save: on every rank, whole, and nothing left over.'''
     run = run_with()
@@ -102,7 +74,7 @@ LIVING = (
     PRELUDE
     + """
 def scenario(name, step, action, survived=False):
-    found = gathered(caught(action, step))
+    found = gathered(caught(action))
     if rank == 0:
         print("FOUND", json.dumps([name, found]), flush=True)
         latest = run_with().steps()
@@ -128,14 +100,9 @@ def full(kind, at=0):
     return FaultOps(FaultPlan("error-before", at=at, only=frozenset([kind])), code=28)
 
 
-def stop():
-    # In the middle of a write, as a debugger or a frozen machine does it.
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def stopped(step, value=None):
     try:
-        return save(step, AtWrite(stop) if rank == 2 else None, value)
+        return save(step, AtWrite(stop, at=3) if rank == 2 else None, value)
     finally:
         if rank == 0:
             os.kill(pids[2], signal.SIGCONT)
@@ -152,14 +119,14 @@ scenario("full-lazy", 21, lambda: save(21, full("fallocate") if rank == 3 else N
 scenario("absent", 31, lambda: save(31) if rank != 3 else None)
 scenario("stopped", 41, lambda: stopped(41))
 scenario("replica-full", 51, lambda: save(51, full("pwrite") if rank == 2 else None, shared(51)), True)
-scenario("replica-raises", 61, lambda: save(61, AtWrite(broken) if rank == 3 else None, shared(61)), True)
+scenario("replica-raises", 61, lambda: save(61, AtWrite(broken, at=3) if rank == 3 else None, shared(61)), True)
 scenario("replica-stopped", 71, lambda: stopped(71, shared(71)), True)
 
 # Rank 3 is stopped; the others give up, go on without it as a smaller job in the same folder, and then it wakes up.
 if rank == 3:
-    error = caught(lambda: save(90, AtWrite(stop)), 90)
+    error = caught(lambda: save(90, AtWrite(stop, at=3)))
 else:
-    error = caught(lambda: save(90), 90)
+    error = caught(lambda: save(90))
     group = smaller([0, 1, 2])
     for step in (90, 91):
         run_with(group=group).save(step, shared(step))
@@ -179,9 +146,8 @@ dist.destroy_process_group()
 )
 
 
-@pytest.mark.timeout(170)
 def test_ranks_that_fail_and_live_on(torchrun, tmp_path):
-    job = torchrun(4, LIVING, tmp_path / "run", timeout_s=150)
+    job = torchrun(4, LIVING, tmp_path / "run", timeout_s=250)
     found = dict(json.loads(line[6:]) for line in job.by_rank[0].splitlines() if line.startswith("FOUND "))
     expected = {
         "full": ([2], "No space left"),
@@ -202,11 +168,13 @@ def test_ranks_that_fail_and_live_on(torchrun, tmp_path):
         assert all(error["ranks"] == ranks for error in errors), f"{name}: {errors}"
         assert len({error["text"] for error in errors}) == 1, f"{name}: not the same everywhere: {errors}"
         assert words in errors[0]["text"], f"{name}: {errors[0]['text']}"
-        assert max(error["took_s"] for rank, error in enumerate(errors) if rank not in ranks) < 20, f"{name}: {errors}"
+        assert max(error["took_s"] for rank, error in enumerate(errors) if rank not in ranks) < LIMIT_S, (
+            f"{name}: {errors}"
+        )
     for name, (rank, words) in survived.items():
         assert all(list(result["lost"]) == [rank] for result in found[name]), f"{name}: {found[name]}"
         assert words in found[name][0]["lost"][rank]
-        assert found[name][0]["took_s"] < 20
+        assert found[name][0]["took_s"] < LIMIT_S
     run = ckptfs.Run(tmp_path / "run")
     assert run.steps() == [*range(0, 81, 10), 90, 91, 92]
 
@@ -215,33 +183,32 @@ DYING = (
     PRELUDE
     + """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from the launcher, when it sees that a rank is gone: it waits 30 s more
-die = AtWrite(lambda: os.kill(os.getpid(), signal.SIGKILL))
+deadly = AtWrite(die, at=3)
 done = []
 
 
 def dies(victim, action):
-    done.append([victim, caught(action, 0), run_with().steps()])
+    done.append([victim, caught(action), run_with().steps()])
     with open(f"{folder}-rank{rank}.json", "w") as file:
         json.dump(done, file)
 
 
 if sys.argv[2] == "leader":
-    dies(0, lambda: run_with(die if rank == 0 else None).save(4, tree(4)))
+    dies(0, lambda: run_with(deadly if rank == 0 else None).save(4, tree(4)))
 else:
     commits(1)
-    dies(3, lambda: run_with(die if rank == 3 else None).save(2, shared(2)))
+    dies(3, lambda: run_with(deadly if rank == 3 else None).save(2, shared(2)))
     if rank == 0:
         sound(2)
-    dies(2, lambda: run_with(die if rank == 2 else None, smaller([0, 1, 2])).save(3, tree(3)))
+    dies(2, lambda: run_with(deadly if rank == 2 else None, smaller([0, 1, 2])).save(3, tree(3)))
 os._exit(1)
 """
 )
 
 
-@pytest.mark.timeout(175)
 def test_ranks_that_are_killed(torchrun, tmp_path):
     folder = tmp_path / "run"
-    first = torchrun(4, DYING, folder, "ranks", timeout_s=80, check=False)
+    first = torchrun(4, DYING, folder, "ranks", timeout_s=150, check=False)
     for rank in (0, 1):
         replica, owner = told(folder, rank, first)
         assert replica[1]["lost"].keys() == {"3"}  # others had what it was to write: the step was committed
@@ -250,12 +217,12 @@ def test_ranks_that_are_killed(torchrun, tmp_path):
         assert owner[1]["ranks"] == [2]
         assert "no sign of life" in owner[1]["text"]
         assert owner[2] == [1, 2]  # the older one is still the latest
-        assert max(replica[1]["took_s"], owner[1]["took_s"]) < 20
-    second = torchrun(4, DYING, folder, "leader", timeout_s=80, check=False)
+        assert max(replica[1]["took_s"], owner[1]["took_s"]) < LIMIT_S
+    second = torchrun(4, DYING, folder, "leader", timeout_s=150, check=False)
     for rank in (1, 2, 3):
         ((_, found, steps),) = told(folder, rank, second)
         assert found["ranks"] == [0], found
-        assert found["took_s"] < 20
+        assert found["took_s"] < LIMIT_S
         assert steps == [1, 2]
     # The job is started again with fewer ranks: it goes on, and collects what the dead ones left.
     torchrun(3, PRELUDE + "commits(5)", folder)

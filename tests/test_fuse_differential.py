@@ -60,7 +60,7 @@ def workers():
     yield processes
     for process in processes:
         process.stdin.close()
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()
 
 

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.fuse, needs_fuse]
 
 LOCAL = "ckptfs.views.nodes:LocalTree"
 BACKENDS = pytest.mark.parametrize("backend", ["native", "fusepy"])
-WAIT_S = 20
+WAIT_S = 60
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +154,7 @@ def test_an_error_of_the_tree_reaches_who_mounts(at, tmp_path):
         mount(LOCAL, {"folder": str(tmp_path / "absent")}, at)
     with pytest.raises(errors.StorageError, match="no_such_builder"):
         mount("fuse_trees:no_such_builder", {}, at)
-    assert mounts() == [found for found in mounts() if found.mountpoint != str(at)]
+    assert str(at) not in {found.mountpoint for found in mounts()}
 
 
 def test_options_that_make_no_sense_are_refused():
@@ -209,13 +209,13 @@ def test_one_slow_file_does_not_stall_others(trouble, backend):
 
 @BACKENDS
 def test_a_read_that_hangs_becomes_eio_in_time(trouble, backend):
-    options = MountOptions(read_timeout_s=0.3, slow_threads=1)
+    options = MountOptions(read_timeout_s=2.0, slow_threads=1)  # far longer than the good read below takes
     with Mount("fuse_trees:troubled", trouble, backend=backend, options=options) as root:
         slow = [start(f"{root}/slow") for _ in range(2)]
         for process in slow:
             assert process.communicate(timeout=WAIT_S)[0] == f"errno {errno.EIO}\n"
         assert Path(root, "computed").read_bytes() == Path(trouble["data"]).read_bytes()[:5]  # the worker was replaced
-        assert "took more than 0.3 s" in log_of(root)
+        assert "took more than 2 s" in log_of(root)
         assert "/slow" in log_of(root)
 
 
@@ -407,7 +407,10 @@ def test_the_server_leaks_no_files(trouble, folder, backend):
         subprocess.run(["sync", "-f", root], check=False)
         before = len(os.listdir(f"/proc/{pid}/fd"))
         read_everything()
-        assert len(os.listdir(f"/proc/{pid}/fd")) <= before + 1  # RELEASE comes a little after close
+        deadline = time.monotonic() + WAIT_S
+        while len(os.listdir(f"/proc/{pid}/fd")) > before + 1:  # RELEASE comes a little after close
+            assert time.monotonic() < deadline, "files stay open"
+            subprocess.run(["sync", "-f", root], check=False)
 
 
 def test_the_server_imports_no_torch(folder):

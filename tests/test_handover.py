@@ -218,7 +218,7 @@ def test_a_full_disk_on_one_rank_names_it_everywhere_and_the_next_save_commits(t
             else NoSync()
         )
         found = None
-        config = replace(TIGHT, silence_timeout_s=5.0, progress_timeout_s=10.0)
+        config = replace(TIGHT, silence_timeout_s=30.0, progress_timeout_s=30.0)
         with Run(LocalStore(tmp_path / "run", ops=ops), group=group, settings=config) as run:
             tree = pieces_of(arrays_of(1), rank, 4)
             try:
@@ -277,7 +277,10 @@ def test_ranges_are_fetched_as_they_are_held(holder):
         expected = bytearray(one.stop - one.start)
         Live().read(one.array, one.start, one.stop, expected)
         assert one.into == expected
-    assert holder.left_bytes == 2000 + 400_000 - 300_001
+    expected = 2000 + 400_000 - 300_001
+    with holder._changed:  # counted after they were sent
+        assert holder._changed.wait_for(lambda: sum(holder._left.values()) == expected, 30)
+    assert holder.left_bytes == expected
     fetch([wanted(3, 0, 5), wanted(3, 300_006, 400_000)])
     with pytest.raises(SaveError, match="1 bytes asked for, 0 are left"):
         fetch([wanted(0, 0, 1)])
@@ -314,27 +317,26 @@ def test_a_holder_that_hangs_up_refuses_or_says_nothing_is_named():
         return json.dumps(["127.0.0.1", server.getsockname()[1], "00" * 16]), thread
 
     done = threading.Event()
-    for sends, then, words in [
-        (b"", lambda _: None, "hung up|broke off"),
-        (struct.pack("<BQ", 0, 10) + b"abc", lambda _: None, "hung up|broke off"),
-        (struct.pack("<BQ", 0, 9) + b"123456789", lambda _: done.wait(20), "9 bytes instead of 10"),
-        (struct.pack("<BQ", 1, 3) + b"no!", lambda _: done.wait(20), "no!"),
-        (b"", lambda _: done.wait(20), "none of the bytes"),
+    for sends, then, words, patience_s in [
+        (b"", lambda _: None, "hung up|broke off", 20.0),
+        (struct.pack("<BQ", 0, 10) + b"abc", lambda _: None, "hung up|broke off", 20.0),
+        (struct.pack("<BQ", 0, 9) + b"123456789", lambda _: done.wait(20), "9 bytes instead of 10", 20.0),
+        (struct.pack("<BQ", 1, 3) + b"no!", lambda _: done.wait(20), "no!", 20.0),
+        (b"", lambda _: done.wait(20), "none of the bytes", 0.5),
     ]:
         address, thread = answer(sends, then)
         done.clear()
-        fetch = fetcher(1, address, patience_s=0.5)
+        fetch = fetcher(1, address, patience_s=patience_s)
         with pytest.raises(SaveError, match=words) as caught:
             fetch([wanted(0, 0, 10)])
         assert set(caught.value.by_rank) == {7}
         done.set()
         fetch.close()
         thread.join()
-    unused = socket.create_server(("127.0.0.1", 0))
-    port = unused.getsockname()[1]
-    unused.close()
-    with pytest.raises(SaveError, match="cannot be reached"):
-        fetcher(1, json.dumps(["127.0.0.1", port, "00" * 16]))([wanted(0, 0, 10)])
+    with socket.socket() as unused:  # bound, so that nobody else listens there
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(SaveError, match="cannot be reached"):
+            fetcher(1, json.dumps(["127.0.0.1", unused.getsockname()[1], "00" * 16]))([wanted(0, 0, 10)])
 
 
 def test_a_save_that_has_failed_ends_the_wait_with_its_own_error():

@@ -10,24 +10,22 @@ import ckptfs
 pytest.importorskip("torch")
 
 PRELUDE = """
-import json, os, signal, sys, time
+import json, os, signal, sys
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 import ckptfs
-from ckptfs.storage import FileOps, LocalStore
+from ckptfs.storage import LocalStore
+from failing_ranks import AtWrite, begin, caught, die, gathered, stop
+from spreads import NoSync
 
-dist.init_process_group("gloo")
-rank, size = dist.get_rank(), dist.get_world_size()
-folder = sys.argv[1]
+rank, size, folder, pids = begin()
 SETTINGS = ckptfs.Settings(
-    io_bytes=65536, extent_bytes=16384, enter_timeout_s=20.0, progress_timeout_s=10.0, silence_timeout_s=5.0,
+    io_bytes=65536, extent_bytes=16384, enter_timeout_s=20.0, progress_timeout_s=20.0, silence_timeout_s=5.0,
     small_file_bytes=1024, buffer_bytes=1, async_buffer_bytes=1, handover_ranks=2, files_per_rank=0,
 )
 mesh = init_device_mesh("cpu", (size,))
-pids = [None] * size
-dist.all_gather_object(pids, os.getpid())
 
 
 def full(step):
@@ -52,21 +50,8 @@ def spoil(tree):
         local.fill_(-1)
 
 
-class AtWrite(FileOps):
-    '''Does something instead of the fourth write.'''
-
-    def __init__(self, action):
-        self.action, self.writes = action, 0
-
-    def pwrite(self, fd, data, offset):
-        self.writes += 1
-        if self.writes == 4:
-            self.action()
-        return super().pwrite(fd, data, offset)
-
-
-def save(step, mode="save", ops=None, where=None, **how):
-    run = ckptfs.Run(where or LocalStore(folder, **({"ops": ops} if ops else {})), settings=SETTINGS)
+def save(step, mode="save", ops=None, **how):
+    run = ckptfs.Run(LocalStore(folder, ops=ops or NoSync()), settings=SETTINGS)
     value = tree(step)
     if mode == "save":
         run.save(step, value, **how)
@@ -81,21 +66,13 @@ def save(step, mode="save", ops=None, where=None, **how):
 holds = []
 
 
-def sound(step, where=None):
-    run = ckptfs.Run(where or folder)
+def sound(step):
+    run = ckptfs.Run(folder)
     assert run.verify(step) == []
     with run[step] as checkpoint:
         for name, tensor in full(step).items():
             assert torch.equal(checkpoint[name].torch(), tensor), name
             assert torch.equal(checkpoint["flat." + name].torch(), tensor), name
-
-
-def caught(action):
-    began = time.monotonic()
-    try:
-        action()
-    except ckptfs.SaveError as error:
-        return {"text": str(error), "ranks": sorted(error.by_rank), "took_s": time.monotonic() - began}
 """
 
 MODES = (
@@ -108,21 +85,16 @@ for step, (mode, how) in enumerate([(m, h) for m in ("save", "snapshot", "lazy")
     dist.barrier()
 
 
-def stop():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def stopped(victim, step, mode):
     try:
-        return save(step, mode, AtWrite(stop) if rank == victim else None)
+        return save(step, mode, AtWrite(stop, at=4) if rank == victim else None)
     finally:
         if rank == 0:
             os.kill(pids[victim], signal.SIGCONT)
 
 
 for step, mode in ((10, "save"), (12, "snapshot"), (14, "lazy")):
-    found = [None] * size
-    dist.all_gather_object(found, caught(lambda: stopped(2, step, mode)))
+    found = gathered(caught(lambda: stopped(2, step, mode)))
     if rank == 0:
         print("FOUND", json.dumps([mode, found]), flush=True)
     dist.barrier()
@@ -135,16 +107,15 @@ dist.destroy_process_group()
 )
 
 
-@pytest.mark.timeout(170)
 def test_real_ranks_hand_over_in_every_mode_and_name_one_that_is_stopped(torchrun, tmp_path):
-    job = torchrun(4, MODES, tmp_path / "run", timeout_s=150)
+    job = torchrun(4, MODES, tmp_path / "run", timeout_s=250)
     found = dict(json.loads(line[6:]) for line in job.by_rank[0].splitlines() if line.startswith("FOUND "))
     assert found.keys() == {"save", "snapshot", "lazy"}
     for mode, errors in found.items():
         assert None not in errors, f"{mode}: a rank did not notice: {errors}"
         assert all(error["ranks"] == [2] for error in errors), f"{mode}: {errors}"
         assert len({error["text"] for error in errors}) == 1, f"{mode}: not the same everywhere: {errors}"
-        assert max(error["took_s"] for rank, error in enumerate(errors) if rank != 2) < 25, f"{mode}: {errors}"
+        assert max(error["took_s"] for rank, error in enumerate(errors) if rank != 2) < 50, f"{mode}: {errors}"
     assert ckptfs.Run(tmp_path / "run").steps() == [0, 1, 2, 3, 4, 5, 11, 13, 15]
 
 
@@ -154,7 +125,7 @@ DYING = (
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from the launcher, when it sees that a rank is gone
 victim = int(sys.argv[2])
 save(1)
-error = caught(lambda: save(2, "save", AtWrite(lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == victim else None))
+error = caught(lambda: save(2, "save", AtWrite(die, at=4) if rank == victim else None))
 with open(f"{folder}-rank{rank}.json", "w") as file:
     json.dump([error, ckptfs.Run(folder).steps()], file)
 os._exit(1)
@@ -162,11 +133,10 @@ os._exit(1)
 )
 
 
-@pytest.mark.timeout(170)
 @pytest.mark.parametrize("victim", [3, 0])
 def test_a_rank_that_is_killed_in_a_hand_over_is_named(torchrun, tmp_path, victim):
     folder = tmp_path / "run"
-    job = torchrun(4, DYING, folder, str(victim), timeout_s=80, check=False)
+    job = torchrun(4, DYING, folder, str(victim), timeout_s=150, check=False)
     for rank in {0, 1, 2, 3} - {victim}:
         path = f"{folder}-rank{rank}.json"
         if not os.path.exists(path):
@@ -174,7 +144,7 @@ def test_a_rank_that_is_killed_in_a_hand_over_is_named(torchrun, tmp_path, victi
         with open(path) as file:
             error, steps = json.load(file)
         assert error["ranks"] == [victim], error
-        assert error["took_s"] < 25
+        assert error["took_s"] < 50
         assert steps == [1]
     torchrun(
         3,
@@ -307,7 +277,6 @@ dist.destroy_process_group()
 )
 
 
-@pytest.mark.timeout(230)
 def test_what_torch_spreads_goes_to_s3_and_compressed_and_comes_back(torchrun, tmp_path, s3_server):
     """DTensors that do not divide by their mesh, FSDP x TP, FSDP1's tensors and flat parameters; read by one and two."""
     import torch
@@ -316,8 +285,8 @@ def test_what_torch_spreads_goes_to_s3_and_compressed_and_comes_back(torchrun, t
 
     url = f"{s3_server.fresh_url()}/run"
     options = ",".join(f"{name}={value}" for name, value in s3_server.options.items())
-    torchrun(4, FRAMEWORKS_SAVE, tmp_path, url, options, timeout_s=110)
-    torchrun(2, FRAMEWORKS_LOAD, tmp_path, url, options, timeout_s=80)
+    torchrun(4, FRAMEWORKS_SAVE, tmp_path, url, options, timeout_s=250)
+    torchrun(2, FRAMEWORKS_LOAD, tmp_path, url, options, timeout_s=150)
     fulls = torch.load(tmp_path / "fulls.pt", weights_only=True)
     for run in ckptfs.Run(url, **s3_server.options), ckptfs.Run(tmp_path / "local"):
         assert run.verify(1) == []

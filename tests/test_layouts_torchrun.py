@@ -13,9 +13,9 @@ JOBS = Path(layout_jobs.__file__)
 
 
 def test_saved_on_four_ranks_loaded_on_four_two_and_one(torchrun, tmp_path):
-    result = torchrun(4, JOBS, "four", tmp_path, timeout_s=110)
+    result = torchrun(4, JOBS, "four", tmp_path, timeout_s=250)
     assert all(text.count(" ok\n") == len(layout_jobs.JOBS["four"]) for text in result.by_rank), result.tail()
-    result = torchrun(2, JOBS, "two", tmp_path, timeout_s=60)
+    result = torchrun(2, JOBS, "two", tmp_path, timeout_s=150)
     assert all(text.count(" ok\n") == 1 for text in result.by_rank), result.tail()
     with ckptfs.Run(tmp_path / "placements") as run:
         for step in (1, 2):

@@ -348,7 +348,7 @@ def test_a_missing_file_is_eio(tmp_path, backend):
             os.stat(f"{folder}/{STEP}/params/model/nothing.npy")
 
 
-def eventually(check, what, timeout_s=20):
+def eventually(check, what, timeout_s=60):
     pause, began = threading.Event(), time.monotonic()
     while not check():
         assert time.monotonic() - began < timeout_s, what
@@ -463,11 +463,12 @@ def test_a_mapped_file_keeps_its_step(tmp_path, backend):
 
 
 READER = """
-import hashlib, json, mmap, os, random, sys, time
-folder, seconds = sys.argv[1], float(sys.argv[2])
-wanted = json.loads(sys.stdin.read())  # step -> path -> sha256
-end, whole, gone = time.monotonic() + seconds, 0, 0
-while time.monotonic() < end:
+import hashlib, json, mmap, os, random, sys
+folder, enough = sys.argv[1], sys.argv[2]
+with open(sys.argv[4]) as file:
+    wanted = json.load(file)  # step -> path -> sha256
+whole, gone = 0, 0
+while whole < 4 or not os.path.exists(enough):
     step = random.choice(sorted(wanted))
     path = random.choice(sorted(wanted[step]))
     try:
@@ -556,10 +557,13 @@ def test_readers_while_steps_come_and_go(tmp_path, backend, seconds):
     ) as folder:
         pid = next(one.pid for one in mounts() if one.mountpoint == folder)
         fds = len(os.listdir(f"/proc/{pid}/fd"))
-        readers = [start_reader(folder, seconds, wanted, tmp_path) for _ in range(8)]
+        readers = [start_reader(folder, tmp_path, wanted) for _ in range(8)]
         choose = random.Random(1)
         came = went = 0
+        began = time.monotonic()
         while any(reader.poll() is None for reader in readers):
+            if time.monotonic() - began > seconds and went > 2:
+                (tmp_path / "enough").touch()
             number = choose.randrange(1, 5)
             name = commit.step_name(number)
             if not commit.exists(store, name):
@@ -567,15 +571,13 @@ def test_readers_while_steps_come_and_go(tmp_path, backend, seconds):
                 came += 1
             elif choose.random() < 0.7:
                 went += lease.discard(store, name)
-        outcomes = [reader.communicate(timeout=30) for reader in readers]
+        outcomes = [reader.communicate(timeout=60) for reader in readers]
         assert [reader.returncode for reader in readers] == [0] * 8, "\n".join(
             told_of(error, tmp_path / "alone") for _, error in outcomes if error
         )
         whole, gone = (sum(int(out.split()[at]) for out, _ in outcomes) for at in (0, 1))
         left = len(os.listdir(f"/proc/{pid}/fd"))
         print(f"{backend}: {whole} files whole, {gone} gone; {came} steps came, {went} went; {fds} fds, then {left}")
-        assert whole > 20
-        assert went > 0
         for name in wanted:
             eventually(lambda name=name: not lease.held(store, name), "a lease stays")
         # A step that was looked at keeps a descriptor of its folder; files of it keep none.
@@ -583,15 +585,13 @@ def test_readers_while_steps_come_and_go(tmp_path, backend, seconds):
         assert "unforeseen" not in server_log(folder)
 
 
-def start_reader(folder, seconds, wanted, kept):
-    reader = subprocess.Popen(
-        [sys.executable, "-S", "-c", READER, folder, str(seconds), str(kept)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+def start_reader(folder, kept, wanted):
+    """It reads until `enough` is there, and some files at least."""
+    (kept / "wanted").write_text(json.dumps(wanted))
+    return subprocess.Popen(
+        [sys.executable, "-S", "-c", READER, folder, kept / "enough", kept, kept / "wanted"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    reader.stdin.write(json.dumps(wanted))
-    reader.stdin.close()
-    reader.stdin = None
-    return reader
 
 
 # --- mounting from Python --------------------------------------------------------------------------------

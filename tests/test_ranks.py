@@ -22,7 +22,8 @@ from ckptfs.ranks import (
 from ckptfs.ranks.kv import PART_BYTES, drop_value, put_value, take_value
 from ckptfs.ranks.watch import TRANSITIONS, moved, slow_ranks
 
-QUICK = Timeouts(enter_timeout_s=0.5, progress_timeout_s=0.6, silence_timeout_s=0.6, grace_s=0.4, beat_s=0.02)
+# Others must not be late by as much only because the machine is busy.
+QUICK = Timeouts(enter_timeout_s=2, progress_timeout_s=2, silence_timeout_s=2, grace_s=1, beat_s=0.02)
 PATIENT = Timeouts(enter_timeout_s=20, progress_timeout_s=20, silence_timeout_s=20, grace_s=1, beat_s=0.02)
 
 
@@ -41,7 +42,7 @@ def each(groups, *programs):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive(), "a rank hangs"
     return results
 
@@ -149,7 +150,7 @@ def test_the_leader_sees_reports_as_they_come():
             round_.publish()
 
     def late(round_):
-        assert others_may_report.wait(10)
+        assert others_may_report.wait(60)
 
     each(Group.threads(3), leader, saving(), saving(work=late))
     assert seen == [(0, b"a"), (1, b"report 1"), (2, b"report 2")]
@@ -256,7 +257,7 @@ def test_a_stuck_rank_is_told_from_a_silent_one(silent):
         round_.heartbeat("write", 3 << 30, 8 << 30)
         if silent:
             round_._beats.stop()
-        leader_done.wait(10)
+        leader_done.wait(60)
 
     error = assert_same_error(each(Group.threads(2), leader, saving(timeouts=QUICK, work=hang)))
     assert error.by_rank.keys() == {1}
@@ -266,7 +267,7 @@ def test_a_stuck_rank_is_told_from_a_silent_one(silent):
 def test_a_leader_in_the_middle_of_its_part_names_who_is_silent_not_who_waits_for_it():
     """As when bytes are handed over: rank 1 gets nothing done because rank 2 has stopped."""
     over = threading.Event()
-    quick = Timeouts(enter_timeout_s=5, progress_timeout_s=0.3, silence_timeout_s=1.0, grace_s=1, beat_s=0.02)
+    quick = Timeouts(enter_timeout_s=5, progress_timeout_s=0.3, silence_timeout_s=3.0, grace_s=1, beat_s=0.02)
 
     def leader(group):
         round_ = Round.enter(group, "/run", b"h" * 32, step=1, timeouts=quick)
@@ -284,7 +285,7 @@ def test_a_leader_in_the_middle_of_its_part_names_who_is_silent_not_who_waits_fo
         round_ = Round.enter(group, "/run", b"h" * 32, step=1, timeouts=quick)
         if group.rank == 2:
             round_._beats.stop()
-        assert over.wait(15)
+        assert over.wait(60)
         round_.close()
 
     found = each(Group.threads(3), leader, other, other)[0]
@@ -297,15 +298,15 @@ def test_a_deadline_ends_a_round_in_which_somebody_does_not_get_ready():
 
     def leader(group):
         try:
-            return saving(deadline_s=0.5)(group)
+            return saving(deadline_s=2)(group)
         finally:
             over.set()
 
     def crawl(round_):
         round_.heartbeat("write", 1, 100)
-        over.wait(10)
+        over.wait(60)
 
-    error = assert_same_error(each(Group.threads(2), leader, saving(work=crawl, deadline_s=0.5)))
+    error = assert_same_error(each(Group.threads(2), leader, saving(work=crawl, deadline_s=2)))
     assert error.by_rank.keys() == {1}
 
 
@@ -358,7 +359,7 @@ def test_leaving_without_a_report_is_a_failure():
 
 
 def test_alone_nothing_is_sent_and_no_thread_runs():
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with Round.enter(Group.solo(), "/run", b"hello", info=b"i", step=3) as round_:
         round_.share("key", b"data")
         assert round_.fetch("key") == b"data"
@@ -368,7 +369,7 @@ def test_alone_nothing_is_sent_and_no_thread_runs():
         round_.publish(None, b"fine")
         assert round_.verdict() == b"fine"
         assert (round_.hellos, round_.opening, len(round_.save_id)) == ([b"hello"], b"i", 16)
-        assert threading.active_count() == before
+        assert set(threading.enumerate()) <= before
 
 
 def test_alone_a_failure_raises_too():

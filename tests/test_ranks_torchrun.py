@@ -56,8 +56,8 @@ from ckptfs.ranks.kv import Pauses
 port, rank, size = map(int, sys.argv[1:])
 store = TCPStore("127.0.0.1", port, None, False)
 group = Group.over(store, rank, size, hosted_by="the test's host")
-group.kv._answer_timeout_s = 3.0
-timeouts = Timeouts(enter_timeout_s=20, progress_timeout_s=10, silence_timeout_s=1.5, grace_s=1, beat_s=0.1)
+group.kv._answer_timeout_s = 5.0
+timeouts = Timeouts(enter_timeout_s=20, progress_timeout_s=20, silence_timeout_s=3, grace_s=2, beat_s=0.1)
 def save(step, hang):
     with Round.enter(group, "/run", b"", step=step, timeouts=timeouts) as round_:
         round_.heartbeat("write", 3 << 20, 8 << 20)
@@ -222,7 +222,7 @@ def test_threads_play_ranks_over_a_torch_store(stores, size):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert verdicts == [bytes(range(size))] * size
 
 

@@ -13,13 +13,12 @@ TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(240)
 def test_a_short_crash_campaign_breaks_no_promise() -> None:
     done = subprocess.run(
         [sys.executable, TOOLS / "crash.py", "--minutes", "0.5", "--seed", "7"],
         capture_output=True,
         text=True,
-        timeout=230,
+        timeout=350,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -37,6 +37,6 @@ def test_a_failing_rank_fails_the_test(torchrun):
 
 
 def test_a_hanging_rank_shows_its_stack_and_is_killed(torchrun, monkeypatch):
-    with pytest.raises(pytest.fail.Exception, match=r"took more than 8 s[\s\S]*in waiting_for_nothing"):
-        torchrun(2, ONE_RANK_HANGS, timeout_s=8, env={"CKPTFS_TEST_NAME": "hang"})
+    with pytest.raises(pytest.fail.Exception, match=r"took more than 25 s[\s\S]*in waiting_for_nothing"):
+        torchrun(2, ONE_RANK_HANGS, timeout_s=25, env={"CKPTFS_TEST_NAME": "hang"})
     assert list(_pids_with(b"CKPTFS_TEST_NAME=hang")) == []

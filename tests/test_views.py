@@ -449,16 +449,16 @@ def test_who_reads_keeps_the_step(tmp_path, way):
 def test_the_lease_lingers_between_two_files(tmp_path):
     view_runs.save(tmp_path / "run")
     store = ckptfs.Run(tmp_path / "run").store
-    root = open_root({"url": str(tmp_path / "run"), "linger_s": 0.3})
+    root = open_root({"url": str(tmp_path / "run"), "linger_s": 2.0})
     began = time.monotonic()
     resolve(root, f"{STEP}/raw/model/embed").read_bytes()
-    if time.monotonic() - began < 0.2:
+    if time.monotonic() - began < 0.5:
         assert lease.held(store, STEP)
     pause = threading.Event()
     while lease.held(store, STEP):
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
         pause.wait(0.05)
-    assert time.monotonic() - began >= 0.3
+    assert time.monotonic() - began >= 2.0
 
 
 def test_a_deleted_step_is_stale_and_open_files_go_on(tmp_path):

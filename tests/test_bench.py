@@ -331,13 +331,24 @@ def test_a_peer_that_fails_or_ends_is_an_error_with_what_it_said(tmp_path):
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+def test_a_quick_look_is_at_every_scenario_once_and_in_small(tmp_path, monkeypatch, capsys):
+    seen = {}
+    monkeypatch.setattr(
+        command, "SCENARIOS", {name: lambda o, name=name: seen.update({name: o}) for name in command.RECORD}
+    )
+    assert command.main(["all", "--size", "64M", "--results", str(tmp_path / "r.jsonl")]) == 0
+    assert seen.keys() == command.RECORD.keys()
+    assert {options.repetitions for options in seen.values()} == {1}
+    assert (seen["save"].size, seen["relayout"].size, seen["save"].systems) == ("64M", "4M", [])
+    assert "relayout: 4M, 1 repetition, only ckptfs, DCP, DeepSpeed ZeRO-2" in capsys.readouterr().out
+
+
 def test_an_unknown_scenario_is_named(tmp_path):
     with pytest.raises(SystemExit, match="no scenario speed"):
         command.main(["speed", "--results", str(tmp_path / "r.jsonl")])
 
 
 @pytest.mark.serial
-@pytest.mark.timeout(180)
 def test_a_tiny_run_measures_saves_and_loads_and_leaves_nothing(tmp_path):
     pytest.importorskip("torch")
     out, work = tmp_path / "r.jsonl", tmp_path / "work"
@@ -346,7 +357,7 @@ def test_a_tiny_run_measures_saves_and_loads_and_leaves_nothing(tmp_path):
         [sys.executable, str(ROOT / "tools" / "bench"), *arguments, "--results", str(out), "--folder", str(work)],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=350,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -29,7 +29,7 @@ import ckptfs
 from ckptfs.verify import verify
 
 WORKER = Path(__file__).resolve().parent / "crash_worker.py"
-KINDS = ("kill one rank", "kill all ranks", "stop one rank", "file system fault", "full disk")
+KINDS = ("kill one rank", "kill all ranks", "stop one rank", "stop and wake one rank", "file system fault", "full disk")
 DISK_BYTES = 24 << 20  # of the small disk: holds a few steps
 
 
@@ -129,6 +129,7 @@ def campaign(folder: str, seconds: float, seed: int, results: Path | None) -> in
     disk = _small_disk(folder, small)
     tried: Counter[str] = Counter()
     survived: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     rounds = 0
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -137,7 +138,8 @@ def campaign(folder: str, seconds: float, seed: int, results: Path | None) -> in
         where = f"{small}/run" if kind == "full disk" else run
         before = steps_of(where)
         rate = 0.7 if kind == "file system fault" else 0.0
-        job = Job(where, ranks, "--seed", draw.randrange(1 << 30), "--saves", draw.randint(3, 9), "--faults", rate)
+        options = ["--seed", draw.randrange(1 << 30), "--saves", draw.randint(3, 9), "--faults", rate]
+        job = Job(where, ranks, *options, *(["--stops"] if "wake" in kind else []))
         delay_s = draw.random() * 1.5
         struck = kind.startswith(("kill", "stop")) and job.wait_for("READY", 60) and _strike(kind, job, draw, delay_s)
         code = job.finish(90)
@@ -152,6 +154,8 @@ def campaign(folder: str, seconds: float, seed: int, results: Path | None) -> in
         faults = sum("FAULT" in line for line in job.lines) if rate else int(struck)
         tried[kind] += faults
         wrong = broken(where, before, job)
+        if wrong is None and "wake" in kind and code:
+            wrong = f"the job did not go on: exit status {code}"
         if wrong is None and kind == "full disk":
             for step in steps_of(where)[:-1]:
                 ckptfs.run.commit.discard(ckptfs.Run(where).store, ckptfs.run.commit.step_name(step))
@@ -161,13 +165,17 @@ def campaign(folder: str, seconds: float, seed: int, results: Path | None) -> in
             print(f"BROKEN after {kind!r} on {ranks} rank(s), exit status {code}:\n{wrong}\n{''.join(job.lines[-40:])}")
             return 1
         survived[kind] += faults
+        outcomes.update(line.strip().partition(" in a ")[2] for line in job.lines if line.startswith("FAULT"))
         rounds += 1
         _thin(run)
         print(
             f"{time.strftime('%H:%M:%S')}  {kind} ({ranks} ranks): {faults} survived, latest {steps_of(where)[-1:]}",
             flush=True,
         )
-    record = {"seed": seed, "minutes": seconds / 60, "rounds": rounds, "tried": tried, "survived": survived}
+    record = {
+        "seed": seed, "minutes": seconds / 60, "rounds": rounds, "tried": tried, "survived": survived,
+        "outcomes": dict(sorted(outcomes.items())),
+    }  # fmt: skip
     if results:
         with open(results, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -181,7 +189,10 @@ def table(records: list[dict[str, Any]]) -> str:
     seeds = ", ".join(str(record["seed"]) for record in records)
     minutes, rounds = (sum(record[key] for record in records) for key in ("minutes", "rounds"))
     head = f"{minutes:.1f} minutes, {rounds} jobs, seeds {seeds}\n\n| fault | tried | survived |\n|---|---|---|"
-    return "\n".join([head, *(f"| {kind} | {sums['tried'][kind]} | {sums['survived'][kind]} |" for kind in KINDS)])
+    rows = [f"| {kind} | {sums['tried'][kind]} | {sums['survived'][kind]} |" for kind in KINDS]
+    outcomes = sum((Counter(record.get("outcomes", {})) for record in records), Counter())
+    told = [f"a fault in a {what}: {count}" for what, count in sorted(outcomes.items())]
+    return "\n".join([head, *rows, *(["", *told] if told else [])])
 
 
 def _strike(kind: str, job: Job, draw: random.Random, delay_s: float) -> bool:
@@ -195,9 +206,12 @@ def _strike(kind: str, job: Job, draw: random.Random, delay_s: float) -> bool:
         return True
     victim = draw.choice(workers)
     os.kill(victim, signal.SIGKILL if kind == "kill one rank" else signal.SIGSTOP)
+    if kind.startswith("stop"):
+        job.wait_for("no such line", 2.0 if kind == "stop one rank" else 2.0 + 8.0 * draw.random())
     if kind == "stop one rank":
-        job.wait_for("no such line", 2.0)
         job.kill()
+    elif kind == "stop and wake one rank":  # the others have waited, given up, or stood in for it
+        os.kill(victim, signal.SIGCONT)
     return True
 
 

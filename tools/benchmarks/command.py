@@ -28,6 +28,10 @@ RECORD = {
     "big": ("8G", 1),
 }
 
+# A quick look takes a part of the size where the work is a multiple of it, and some systems where each needs many jobs.
+QUICK_PARTS = {"async": 4, "relayout": 16, "mount": 2, "coldstart": 2, "slice": 2}
+QUICK_SYSTEMS = {"relayout": ["ckptfs", "DCP", "DeepSpeed ZeRO-2"]}
+
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
@@ -40,8 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     out = args.results or _default_results(args)
     out.parent.mkdir(parents=True, exist_ok=True)
-    recording = args.scenarios == ["record"]
-    wanted = {n: RECORD[n] for n in RECORD if not args.only or n in args.only} if recording else _chosen(args)
+    quick = args.scenarios == ["all"]
+    whole = RECORD if args.scenarios == ["record"] else _quick(args) if quick else None
+    wanted = {n: whole[n] for n in whole if not args.only or n in args.only} if whole else _chosen(args)
     shown = " ".join(["tools/bench", *map(shlex.quote, argv if argv is not None else sys.argv[1:])])
     run = results.begin(
         out,
@@ -56,9 +61,11 @@ def main(argv: list[str] | None = None) -> int:
     failed = []
     for name, (size, repetitions) in wanted.items():
         begin = time.monotonic()
-        print(f"{name}: {size}, {repetitions} repetitions", flush=True)
+        systems = args.systems or (QUICK_SYSTEMS.get(name, []) if quick else [])
+        only = f", only {', '.join(systems)}" if systems else ""
+        print(f"{name}: {size}, {repetitions} repetition{'s' * (repetitions > 1)}{only}", flush=True)
         try:
-            SCENARIOS[name](replace(options, size=size, repetitions=repetitions))
+            SCENARIOS[name](replace(options, size=size, repetitions=repetitions, systems=systems))
         except Exception as error:  # the other scenarios are still worth measuring
             failed.append(name)
             results.append(out, results.Skip(run, name, "all", f"failed: {type(error).__name__}: {error}"))
@@ -68,13 +75,22 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+def _quick(args: argparse.Namespace) -> dict[str, tuple[str, int]]:
+    """Every scenario, once."""
+    nbytes = size_of(args.size)
+    parts = {name: nbytes // QUICK_PARTS.get(name, 1) for name in RECORD}
+    return {
+        name: (f"{part >> 20}M" if part >> 20 else str(part), args.repetitions or 1) for name, part in parts.items()
+    }
+
+
 def _chosen(args: argparse.Namespace) -> dict[str, tuple[str, int]]:
     unknown = [name for name in args.scenarios if name not in SCENARIOS]
     if unknown:
-        raise SystemExit(f"no scenario {', '.join(unknown)}: there are record, report, {', '.join(SCENARIOS)}")
+        raise SystemExit(f"no scenario {', '.join(unknown)}: there are all, record, report, {', '.join(SCENARIOS)}")
     size_of(args.size)
     names = list(dict.fromkeys("save" if name == "load" else name for name in args.scenarios))
-    return dict.fromkeys(names, (args.size, args.repetitions))
+    return dict.fromkeys(names, (args.size, args.repetitions or 3))
 
 
 def _default_results(args: argparse.Namespace) -> Path:
@@ -98,13 +114,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         prog="tools/bench",
         description="Measure ckptfs beside its peers. Scenarios: "
         + ", ".join(SCENARIOS)
-        + "; `record` measures all of "
-        "them; `report` renders docs/benchmarks.md. A line is appended to the results after each "
+        + "; `all` is a quick look at "
+        "every one (once, some with a part of the size), `record` measures all of them at sizes that count; "
+        "`report` renders docs/benchmarks.md. A line is appended to the results after each "
         "measurement, so an interrupted run is usable.",
     )
     parser.add_argument("scenarios", nargs="+")
     parser.add_argument("--size", default="256M", help="bytes of the model: 256M (a quick look), 1G, 2G")
-    parser.add_argument("--repetitions", type=int, default=3, help="counted ones; a warm-up comes before them")
+    parser.add_argument("--repetitions", type=int, help="counted ones (3; with all: 1); a warm-up comes before them")
     parser.add_argument("--systems", nargs="*", default=[], help="only these; raw is always measured")
     parser.add_argument("--folder", type=Path, default=ROOT.parent, help="where on the measured disk to work")
     parser.add_argument(
@@ -114,7 +131,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--drop-caches", action="store_true", help="also drop the whole page cache before cold reads (root)"
     )
-    parser.add_argument("--only", nargs="*", default=[], choices=list(RECORD), help="with record: only these scenarios")
+    parser.add_argument(
+        "--only", nargs="*", default=[], choices=list(RECORD), help="with record or all: only these scenarios"
+    )
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds a scenario's job may take")
     args = parser.parse_args(argv)
     args.command = "measure"

@@ -7,6 +7,7 @@ The repetitions of one system follow each other: each phase is a job of its own.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -28,6 +29,7 @@ _PROGRAM = Path(__file__).resolve().parent / "relayout_rank.py"
 SYSTEMS = ("ckptfs", "DCP", "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3")
 SAVED_BY, LOADED_BY = 2, (1, 4)
 SCENARIO = "layouts"
+BUILD_TIMEOUT_S = 300.0
 
 
 def measure_relayout(options: Options, folder: Path) -> None:
@@ -35,12 +37,30 @@ def measure_relayout(options: Options, folder: Path) -> None:
         if options.systems and system not in options.systems:
             continue
         try:
-            python = python_of("DeepSpeed", options.environments) if "DeepSpeed" in system else sys.executable
+            python = _deepspeed(options.environments) if "DeepSpeed" in system else sys.executable
             _one(options, folder / system.replace(" ", "-"), system, python)
         except (Unavailable, RuntimeError, subprocess.TimeoutExpired) as error:
             reason = str(error) if isinstance(error, Unavailable) else f"failed: {error}"
             results.append(options.results, results.Skip(options.run, SCENARIO, system, reason))
             print(f"  {SCENARIO}: {system}: skipped: {reason}", flush=True)
+
+
+@functools.cache
+def _deepspeed(environments: Path) -> str:
+    """The interpreter of its environment, once the extension that it compiles at first use is there.
+
+    Left to the ranks, they compile it at the same time, and now and then one of them fails.
+    """
+    python = python_of("DeepSpeed", environments)
+    command = [python, "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()"]
+    env = os.environ | {"DS_ACCELERATOR": "cpu"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=BUILD_TIMEOUT_S, env=env)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"compiling its extension took more than {BUILD_TIMEOUT_S:.0f} s") from None
+    if done.returncode:
+        raise Unavailable(f"compiling its extension: {(done.stderr.strip().splitlines() or ['it said nothing'])[-1]}")
+    return python
 
 
 def _one(options: Options, folder: Path, system: str, python: str) -> None:

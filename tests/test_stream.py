@@ -62,7 +62,7 @@ def test_reading_runs_ahead_of_the_consumer():
 
     stream = read_ahead(["a", "b"], read, lambda _: 1, 10)
     assert next(stream) == ("a", "a")
-    assert second.wait(10)  # without b having been asked for
+    assert second.wait(60)  # without b having been asked for
     stream.close()
 
 

@@ -408,4 +408,3 @@ def _note_pairs(
     }
     cost = Cost(median(lambda _, busy: busy.wall_s))
     ranks.note(ranks.measure(beside_name(size), way.name, nbytes, turn, cost, detail=detail))
-    ranks.say(f"slower by {detail['slower']:.1%}")

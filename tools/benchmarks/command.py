@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     options = Options(
         run, "", 0, args.folder, out, args.systems, args.drop_caches, args.timeout, environments=args.environments
     )
-    failed = []
+    failed, started = [], time.monotonic()
     for name, (size, repetitions) in wanted.items():
         begin = time.monotonic()
         systems = args.systems or (QUICK_SYSTEMS.get(name, []) if quick else [])
@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
             results.append(out, results.Skip(run, name, "all", f"failed: {type(error).__name__}: {error}"))
             print(f"{name} failed: {error}", file=sys.stderr)
         print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
-    print(f"results: {out}; tools/bench report renders docs/benchmarks.md")
+    page = "" if out.parent == ROOT / "docs" / "results" else f" {out} --out {out.with_suffix('.md')}"
+    print(f"{time.monotonic() - started:.0f} s in all; results: {out}; as a page: tools/bench report{page}")
     return 1 if failed else 0
 
 

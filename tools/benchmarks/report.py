@@ -21,7 +21,7 @@ LIMITS = ("raw", "memcpy")
 HEAD = """# Benchmarks
 
 Rendered by `tools/bench report` from {sources}; do not edit. Make your own with `tools/bench record`, or
-`tools/bench save slice --size 256M` for a quick look.
+`tools/bench all --size 256M` for a quick look.
 
 How it is measured:
 

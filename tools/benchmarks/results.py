@@ -44,6 +44,17 @@ class Measure:
     kind: str = "measure"
 
 
+def line_of(measure: Measure) -> str:
+    """What the terminal is told of one: a rate only where the bytes are those that were moved."""
+    time_text = f"{measure.seconds:8.3f} s " if measure.seconds >= 0.1 else f"{measure.seconds * 1e3:8.3f} ms"
+    if "slower" in measure.detail:
+        rest = f"slower by {measure.detail['slower']:.1%}"
+    else:
+        rest = f"{measure.bytes / measure.seconds / 1e9:6.2f} GB/s"
+        rest += f", {measure.of_raw:.2f} of raw" if measure.of_raw is not None else ""
+    return f"{measure.operation:24} {measure.system:28} {time_text}  {rest}"
+
+
 @dataclass(frozen=True)
 class Skip:
     """A system that was not measured, and why."""

@@ -104,9 +104,7 @@ class Ranks:
         if self.rank != 0:
             return
         results.append(self.plan.results, measure)
-        rate = measure.bytes / measure.seconds / 1e9
-        raw = f", {measure.of_raw:.2f} of raw" if measure.of_raw is not None else ""
-        self.say(f"{measure.operation:12} {measure.system:18} {measure.seconds:8.3f} s  {rate:6.2f} GB/s{raw}")
+        self.say(results.line_of(measure))
 
     def skip(self, system: str, reason: str) -> None:
         if self.rank == 0:

@@ -132,7 +132,7 @@ def campaign(folder: str, seconds: float, seed: int, results: Path | None) -> in
     outcomes: Counter[str] = Counter()
     rounds = 0
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end or not tried.total():  # on a slow machine at least one
         kind = draw.choice(KINDS if disk else KINDS[:-1])
         ranks = draw.choice([1, 2, 4])
         where = f"{small}/run" if kind == "full disk" else run

@@ -109,7 +109,8 @@ def _running(weed: str, folder: Path) -> Iterator[S3Server]:
             yield S3Server(f"http://127.0.0.1:{ports['s3.port']}")
         finally:
             # Its data is thrown away, so there is nothing to shut down in order.
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             for name in ("master", "volume", "filer", "s3"):  # always in /tmp, and left there
                 Path(f"/tmp/seaweedfs-{name}-grpc-{ports[f'{name}.port.grpc']}.sock").unlink(missing_ok=True)

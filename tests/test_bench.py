@@ -340,7 +340,7 @@ def test_a_quick_look_is_at_every_scenario_once_and_in_small(tmp_path, monkeypat
     assert seen.keys() == command.RECORD.keys()
     assert {options.repetitions for options in seen.values()} == {1}
     assert (seen["save"].size, seen["relayout"].size, seen["save"].systems) == ("64M", "4M", [])
-    assert "relayout: 4M, 1 repetition, only ckptfs, DCP, DeepSpeed ZeRO-2" in capsys.readouterr().out
+    assert "relayout: 4M, 1 repetition, only ckptfs, DeepSpeed ZeRO-2" in capsys.readouterr().out
 
 
 def test_an_unknown_scenario_is_named(tmp_path):

@@ -30,7 +30,10 @@ RECORD = {
 
 # A quick look takes a part of the size where the work is a multiple of it, and some systems where each needs many jobs.
 QUICK_PARTS = {"async": 4, "relayout": 16, "mount": 2, "coldstart": 2, "slice": 2}
-QUICK_SYSTEMS = {"relayout": ["ckptfs", "DCP", "DeepSpeed ZeRO-2"]}
+QUICK_SYSTEMS = {
+    "relayout": ["ckptfs", "DeepSpeed ZeRO-2"],
+    "async": ["ckptfs save_async", "ckptfs save_async(before_update)", "DCP async_save"],
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,6 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -171,8 +176,8 @@ def model(seed=1):
     return Model()
 
 
-def trained(made, steps=2):
-    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+def trained(made, steps=2, optimizer=None):
+    optimizer = optimizer or torch.optim.AdamW(made.parameters(), lr=1e-2)
     for step in range(steps):
         torch.manual_seed(100 + step + dist.get_rank())
         made(torch.randint(0, 31, (4, 6))).float().square().mean().backward()
@@ -231,6 +236,55 @@ def load_models(folder):
         for name, value in made.state_dict().items():
             check(value, fulls[name], f"{saved} into {into}: {name}")
         assert made.head.weight is made.embed.weight
+
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3, centered=True, momentum=0.5),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
+}
+
+
+def state_in_full(made, optimizer):
+    """Model, state and settings of the optimizer by parameter names, every tensor whole."""
+    options = StateDictOptions(full_state_dict=True)
+    found = {"model": get_model_state_dict(made, options=options)}
+    found["optim"] = get_optimizer_state_dict(made, optimizer, options=options)
+    return found
+
+
+def save_optimizers(folder):
+    for name, optimizer_for in OPTIMIZERS.items():
+        made = sharded("fsdp2")
+        optimizer = optimizer_for(made.parameters())
+        trained(made, optimizer=optimizer)
+        ckptfs.save(f"{folder}/{name}", ckptfs.state_of(made, optimizer))
+        fulls = state_in_full(made, optimizer)
+        if dist.get_rank() == 0:
+            torch.save(fulls, f"{folder}/{name}.pt")
+    dist.barrier()
+    load_optimizers(folder, lambda: sharded("hsdp"))
+
+
+def load_optimizers(folder, make):
+    """What FSDP2 over four ranks saved goes on in this layout."""
+    for name, optimizer_for in OPTIMIZERS.items():
+        made = make()
+        optimizer = optimizer_for(made.parameters())
+        tree = ckptfs.state_of(made, optimizer)
+        ckptfs.load(f"{folder}/{name}", tree)
+        ckptfs.restore(made, optimizer, tree)
+        want, got = torch.load(f"{folder}/{name}.pt", weights_only=True), state_in_full(made, optimizer)
+        for key, value in want["model"].items():
+            check(got["model"][key], value, f"{name}: {key}")
+        assert got["optim"]["param_groups"] == want["optim"]["param_groups"], name
+        assert got["optim"]["state"].keys() == want["optim"]["state"].keys(), name
+        for key, values in want["optim"]["state"].items():
+            assert values.keys() == got["optim"]["state"][key].keys(), (name, key)
+            assert any(value.count_nonzero() for value in values.values()), (name, key)
+            for part, value in values.items():
+                check(got["optim"]["state"][key][part], value, f"{name}: {part} of {key}")
 
 
 def fsdp1(folder):
@@ -354,6 +408,7 @@ def world_of_2(folder):
             run.load({"model": made.state_dict()})
         for name, value in made.state_dict().items():
             check(value, fulls[name], name)
+    load_optimizers(folder, lambda: fully_shard(model(seed=9), mesh=init_device_mesh("cpu", (2,))))
     with ckptfs.Run(f"{folder}/odd") as run:
         tree = {"mine": ckptfs.PerRank(torch.zeros(3)), "only_one_rank": torch.zeros(5, dtype=torch.int64)}
         run.load(tree, strict=False)
@@ -362,7 +417,7 @@ def world_of_2(folder):
 
 
 JOBS = {
-    "four": [save_placements, strided, save_models, fsdp1, odd_ones],
+    "four": [save_placements, strided, save_models, save_optimizers, fsdp1, odd_ones],
     "two": [world_of_2],
 }
 

@@ -27,6 +27,7 @@ def test_saved_on_four_ranks_loaded_on_four_two_and_one(torchrun, tmp_path):
         ckptfs.Run(tmp_path / saved).load({"model": made.state_dict()})
         for name, want in torch.load(tmp_path / f"{saved}.pt", weights_only=True).items():
             layout_jobs.check(made.state_dict()[name], want, name)
+    layout_jobs.load_optimizers(tmp_path, lambda: layout_jobs.model(seed=9))
     # One rank has no share of what four kept for themselves: all shares, or a clear error.
     back = ckptfs.Run(tmp_path / "odd").latest.tree()
     assert {rank: value.tolist() for rank, value in back["mine"].items()} == {r: [float(r)] * 3 for r in range(4)}

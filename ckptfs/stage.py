@@ -59,8 +59,8 @@ class Job:
 def jobs_of(plan: SavePlan, io_bytes: int, small_bytes: int) -> list[Job]:
     """This rank's pieces as jobs, about in storage order; what is smaller than a buffer shares one.
 
-    Pieces of one array are cut between extents; files of their own are never cut. Little data makes small jobs, so that
-    there is something to do for every thread.
+    Pieces of one array are cut between extents, if those end with pages often enough; files of their own never. Little
+    data makes small jobs, so that there is something to do for every thread.
     """
     jobs: list[Job] = []
     full = min(io_bytes, max(small_bytes, sum(b - a for ranges in plan.pieces.values() for a, b in ranges) // _JOBS))
@@ -69,8 +69,9 @@ def jobs_of(plan: SavePlan, io_bytes: int, small_bytes: int) -> list[Job]:
     for number, ranges in plan.pieces.items():
         layout = plan.arrays[number].layout
         extent_bytes = layout.extent_bytes(plan.extent_bytes)
-        paged = lcm(extent_bytes, PAGE)  # between jobs of such lengths there is no page for the page cache
-        grain = paged if 3 * paged <= max(io_bytes, small_bytes) else extent_bytes
+        # A cut inside a page sends both of its sides through the page cache: sooner in two extents.
+        paged = lcm(extent_bytes, PAGE)
+        grain = paged if 3 * paged <= max(io_bytes, small_bytes) else min(extent_bytes, PAGE)
         for start, stop in ranges:
             if layout.many:
                 for block in range(start // layout.block_bytes, (stop - 1) // layout.block_bytes + 1):

@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ckptfs.saveplan import plan
+from ckptfs import dtypes
+from ckptfs.grid import choose
+from ckptfs.ranges import merge
+from ckptfs.saveplan import Array, SavePlan, plan
+from ckptfs.settings import MIB
 from ckptfs.shards import hold
 from ckptfs.stage import Stager, StagingPool, Started, jobs_of
 from test_saveplan import descriptions_of, options, worlds
@@ -94,3 +98,17 @@ def test_the_code_for_gpus_copies_the_same(made, chosen):
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         patch.setattr(torch.cuda, "Event", Event)
         check(made, chosen, on_device=True)
+
+
+@pytest.mark.parametrize("shape", [(32400, 1000), (151936, 3584), (50257, 768), (2880, 1088), (34816, 1088)])
+def test_large_pieces_are_cut_where_pages_end(shape):
+    """However long the extents: a block that two requests share would go through the page cache twice."""
+    layout = choose(shape, 4)
+    middle = shape[0] // 2 * shape[1] * 4
+    one = SavePlan(
+        [Array("w", dtypes.of("float32"), layout, None)], {0: [(0, middle), (middle, layout.logical_bytes)]}, {}, MIB
+    )
+    parts = [part for job in jobs_of(one, 8 * MIB, MIB // 4) for part in job.parts]
+    assert all(part.start % 4096 == 0 for part in parts if part.start != middle)
+    assert all(part.stop - part.start <= 8 * MIB for part in parts)
+    assert [(0, layout.logical_bytes)] == merge([(part.start, part.stop) for part in parts])

@@ -241,7 +241,6 @@ def load_models(folder):
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True),
-    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3, centered=True, momentum=0.5),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
 }
 

@@ -32,7 +32,7 @@ RECORD = {
 QUICK_PARTS = {"async": 4, "relayout": 16, "mount": 2, "coldstart": 2, "slice": 2}
 QUICK_SYSTEMS = {
     "relayout": ["ckptfs", "DeepSpeed ZeRO-2"],
-    "async": ["ckptfs save_async", "ckptfs save_async(before_update)", "DCP async_save"],
+    "async": ["ckptfs save_async(before_update)", "DCP async_save"],
 }
 
 

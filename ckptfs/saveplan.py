@@ -272,8 +272,10 @@ def understudy(inputs: Inputs, rank: int) -> Pieces:
 
 
 def extent_size(total: int, extent_bytes: int) -> int:
-    """Extents of a checkpoint of `total` bytes: small enough to reshard well, few enough to list (about 2^18)."""
-    while extent_bytes < 8 * MIB and total > extent_bytes << 18:
+    """Extents of a checkpoint of `total` bytes: small enough to reshard well and to deal out evenly (the share of one
+    of 128 replicas may be 48 MiB), few enough to list (about 2^19).
+    """
+    while extent_bytes < 8 * MIB and total > extent_bytes << 19:
         extent_bytes *= 2
     return extent_bytes
 

@@ -421,7 +421,7 @@ def test_a_description_that_no_rank_gave_is_left_out():
 def test_extents_of_huge_checkpoints_are_longer():
     mib = 1 << 20
     assert saveplan.extent_size(1 << 30, mib) == mib
-    assert saveplan.extent_size((1 << 38) + 1, mib) == 2 * mib
+    assert saveplan.extent_size((1 << 39) + 1, mib) == 2 * mib
     assert saveplan.extent_size(1 << 60, mib) == 8 * mib
 
 

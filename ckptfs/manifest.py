@@ -13,7 +13,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise, starmap
+from itertools import accumulate, chain, groupby, pairwise, starmap
 from math import prod
 from operator import mul
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ HASH_BYTES = 16
 _TAIL = re.compile(rb',"xxh3_128":"([0-9a-f]{32})"}\n\Z')
 _LIMIT = 1 << 62
 _LONG = 64  # more runs than arrays have that are not compressed
+_SHORT = 256  # extents that are counted one by one
 _HASH = re.compile(r"[0-9a-f]{32}\Z")
 _SEGMENT = re.compile(r"[^/\\\x00-\x1f\x7f]{1,255}\Z")
 
@@ -446,8 +447,9 @@ def _hex(value: object) -> bytes:
 
 def run_lengths(lengths: Sequence[int] | np.ndarray[Any, Any]) -> tuple[tuple[int, int], ...]:
     """Equal neighbours counted: [(length, how many), ...]."""
-    if not len(lengths):
-        return ()
+    if len(lengths) < _SHORT:  # most arrays: cheaper without columns
+        listed = lengths.tolist() if isinstance(lengths, np.ndarray) else lengths
+        return tuple((length, len(list(same))) for length, same in groupby(listed))
     found = np.asarray(lengths)
     edges = np.concatenate([[0], np.flatnonzero(np.diff(found)) + 1, [len(found)]])
     return tuple(zip(found[edges[:-1]].tolist(), np.diff(edges).tolist(), strict=True))

@@ -34,11 +34,12 @@ class PlanCache:
         self.plan: SavePlan | None = None
         self.jobs: list[Job] = []
         self.inputs: saveplan.Inputs | None = None  # what the plans of other ranks follow from
+        self.dense: list[Job] | None = None  # the jobs that fill their buffers: worked out when first needed
         self.spare: list[Job] | None = None  # what this rank may copy for another: worked out when first needed
 
     def forget(self) -> None:
         self.key, self.plan, self.jobs, self.inputs = _NO_KEY, None, [], None
-        self.spare = None
+        self.spare = self.dense = None
 
 
 class Description:
@@ -94,5 +95,6 @@ def agree(
     plan = saveplan.plan(descriptions, of_rank, group.rank, options)
     jobs = jobs_of(plan, settings.io_bytes, settings.small_file_bytes)
     cache.inputs = saveplan.Inputs(descriptions, of_rank, options) if len(distinct) <= _KEPT else None
-    cache.plan, cache.jobs, cache.key, cache.spare = plan, jobs, key, None
+    cache.plan, cache.jobs, cache.key = plan, jobs, key
+    cache.spare = cache.dense = None
     return plan, jobs

@@ -29,7 +29,7 @@ from ckptfs.ranks.round import LeaderRound
 from ckptfs.report import pack_report, unpack_report
 from ckptfs.shards import as_numpy, hold, tie
 from ckptfs.stage import Pools, Stager, StagingPool, Started, copies_of_unowned, jobs_of
-from ckptfs.write import Pipeline
+from ckptfs.write import Pipeline, let_others_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -192,6 +192,12 @@ class Saver:
             files_per_rank=self.settings.files_per_rank,
         )
         self.plan, self.jobs = agree(round_, group, self.cache, self._mine, options, self.settings)
+        if self.copy_first:  # all of it is in memory at once
+            if self.cache.dense is None:
+                self.cache.dense = jobs_of(
+                    self.plan, self.settings.io_bytes, self.settings.small_file_bytes, dense=True
+                )
+            self.jobs = self.cache.dense
         self._inputs = self.cache.inputs
         if isinstance(round_, LeaderRound):
             round_.bearable = lambda lost: self._can_do_without(round_, frozenset(lost))
@@ -408,8 +414,12 @@ class Saver:
 
     def _write_documents(self, target: Store) -> None:
         """The zarr.json of every array, dealt over the ranks."""
-        size = self.group.size
-        takeover.put_documents(target, self.plan, takeover.documents_of(self.plan, [self.group.rank], size))
+        numbers = takeover.documents_of(self.plan, [self.group.rank], self.group.size)
+        takeover.put_documents(target, self.plan, numbers, self._between)
+
+    def _between(self) -> None:
+        if not self.keeps_tensors:  # the caller does something else meanwhile
+            let_others_in()
 
     def _extra(self, round_: Round) -> dict[str, Any]:
         """What the report says besides checksums: the tree, once per distinct tree, and the small replicas."""

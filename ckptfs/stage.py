@@ -56,40 +56,77 @@ class Job:
         return sum(p.stop - p.start for p in self.parts)
 
 
-def jobs_of(plan: SavePlan, io_bytes: int, small_bytes: int) -> list[Job]:
+def jobs_of(plan: SavePlan, io_bytes: int, small_bytes: int, *, dense: bool = False) -> list[Job]:
     """This rank's pieces as jobs, about in storage order; what is smaller than a buffer shares one.
 
     Pieces of one array are cut between extents, if those end with pages often enough; files of their own never. Little
-    data makes small jobs, so that there is something to do for every thread.
+    data makes small jobs, so that there is something to do for every thread. `dense`: pieces are also cut so that
+    buffers are full, which costs some requests more: where the copies of all jobs are there at once.
     """
-    jobs: list[Job] = []
-    full = min(io_bytes, max(small_bytes, sum(b - a for ranges in plan.pieces.values() for a, b in ranges) // _JOBS))
-    pack: list[Part] = []
-    used = 0
+    total = sum(b - a for ranges in plan.pieces.values() for a, b in ranges)
+    largest_bytes = max(io_bytes, small_bytes)
+    packing = _Packing(min(io_bytes, max(small_bytes, total // _JOBS)))
     for number, ranges in plan.pieces.items():
         layout = plan.arrays[number].layout
         extent_bytes = layout.extent_bytes(plan.extent_bytes)
         # A cut inside a page sends both of its sides through the page cache: sooner in two extents.
         paged = lcm(extent_bytes, PAGE)
-        grain = paged if 3 * paged <= max(io_bytes, small_bytes) else min(extent_bytes, PAGE)
+        grain = paged if 3 * paged <= largest_bytes else min(extent_bytes, PAGE)
         for start, stop in ranges:
             if layout.many:
                 for block in range(start // layout.block_bytes, (stop - 1) // layout.block_bytes + 1):
                     low = block * layout.block_bytes
-                    jobs.append(Job((Part(number, low, low + layout.used_bytes(block), 0),)))
+                    packing.jobs.append(Job((Part(number, low, low + layout.used_bytes(block), 0),)))
                 continue
-            for a, b in cut_evenly(start, stop, max(io_bytes, small_bytes), grain):
-                # Direct I/O wants memory and file equally far from a page's beginning.
-                step, offset = (_PACK, 0) if stop - start <= small_bytes else (PAGE, a % PAGE)
-                at = -(-used // step) * step + offset
-                if pack and at + b - a > full:
-                    jobs.append(Job(tuple(pack)))
-                    pack, at = [], offset
-                pack.append(Part(number, a, b, at))
-                used = at + b - a
-    if pack:
-        jobs.append(Job(tuple(pack)))
-    return jobs
+            small = stop - start <= small_bytes
+            if dense and not small:
+                packing.fill(number, start, stop, largest_bytes, grain, max(grain, plan.extent_bytes))
+                continue
+            for a, b in cut_evenly(start, stop, largest_bytes, grain):
+                packing.add(number, a, b, small=small)
+    packing.flush()
+    return packing.jobs
+
+
+class _Packing:
+    """Pieces into buffers, one after the other."""
+
+    def __init__(self, full_bytes: int) -> None:
+        self.jobs: list[Job] = []
+        self._full_bytes = full_bytes
+        self._pack: list[Part] = []
+        self._used = 0
+
+    def add(self, number: int, start: int, stop: int, *, small: bool) -> None:
+        at = self._place(start, small=small)
+        if self._pack and at + stop - start > self._full_bytes:
+            self.flush()
+            at = self._place(start, small=small)
+        self._pack.append(Part(number, start, stop, at))
+        self._used = at + stop - start
+
+    def _place(self, start: int, *, small: bool) -> int:
+        # Direct I/O wants memory and file equally far from a page's beginning.
+        step, offset = (_PACK, 0) if small else (PAGE, start % PAGE)
+        return -(-self._used // step) * step + offset
+
+    def fill(self, number: int, start: int, stop: int, most: int, grain: int, least: int) -> None:
+        """A piece, cut so that it fills what is left of a buffer and then others, in parts worth a request."""
+        while start < stop:
+            room = self._full_bytes - self._place(start, small=False)
+            end = stop if stop - start <= room else min(start + room, stop - least) // grain * grain
+            if end < stop and end - start < least:
+                if self._pack:
+                    self.flush()
+                    continue
+                end = cut_evenly(start, stop, most, grain)[0][1]
+            self.add(number, start, end, small=False)
+            start = end
+
+    def flush(self) -> None:
+        if self._pack:
+            self.jobs.append(Job(tuple(self._pack)))
+        self._pack, self._used = [], 0
 
 
 def fill(layout: Layout, pieces: Iterable[tuple[Box, Any]], start: int, stop: int, into: memoryview) -> None:

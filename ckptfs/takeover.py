@@ -216,10 +216,13 @@ def documents_of(plan: SavePlan, ranks: Collection[int], size: int) -> list[int]
     return [number for number in range(len(plan.arrays)) if number % size in ranks]
 
 
-def put_documents(target: Store, plan: SavePlan, numbers: Iterable[int]) -> None:
-    """Those of arrays alike are one file with many names."""
+def put_documents(
+    target: Store, plan: SavePlan, numbers: Iterable[int], between: Callable[[], None] = lambda: None
+) -> None:
+    """Those of arrays alike are one file with many names. `between` is called after each."""
     first: dict[bytes, str] = {}
     for number in numbers:
         array = plan.arrays[number]
         path, text = f"{zarr3.path_of_name(array.name)}/zarr.json", commit.array_document(array)
         commit.put(target, path, text, first.setdefault(text, path))
+        between()

@@ -23,6 +23,7 @@ from ckptfs.storage.directio import DirectWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from ckptfs.saveplan import Array, SavePlan
     from ckptfs.settings import Settings
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _NICE = 10  # of background threads, beside a loop at 0
 _BESIDE_ALL = 4  # writers beside training on every core
+_PAUSE_S, _LONG_S, _RARELY = 1e-4, 1e-3, 20
+_SHORT_BYTES = 1 << 20  # what is written faster than others wake up
 _TELLING_BYTES = 16 << 20  # the rate of fewer says more about the moment than about the target
 
 
@@ -61,6 +64,24 @@ def step_back() -> None:
     usual = os.getpriority(os.PRIO_PROCESS, os.getpid())  # the main thread's: others may have stepped back already
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, usual + _NICE))
+
+
+_own = threading.local()  # until when a thread makes no more pauses
+
+
+def let_others_in() -> None:
+    """Leave the interpreter to a thread that waits for it: for loops of short calls in the background.
+
+    A call that gives up the interpreter for microseconds lets nobody in: who waits takes 50 µs to wake up, finds it
+    taken again, and does not ask for it before 5 ms without any such call. Beside 600 calls in a row a loop stood still
+    for 20 ms. Where others want the cores, a pause can take as long as they like: then there are few of them.
+    """
+    began = time.perf_counter()
+    if began < getattr(_own, "until", 0.0):
+        return
+    time.sleep(_PAUSE_S)
+    took_s = time.perf_counter() - began
+    _own.until = began + _RARELY * took_s if took_s > _LONG_S else 0.0
 
 
 class Files:
@@ -136,6 +157,8 @@ class Files:
                     writer.reserve(start, stop)
             finally:
                 self._drop(number)
+            if self._background:
+                let_others_in()
 
     def raise_error(self) -> None:
         """Raise what went wrong in the thread of `reserve`, if anything did."""
@@ -227,6 +250,14 @@ class Pipeline:
         if store.positional:
             small_bytes = settings.small_file_bytes
             self.files = Files(store, plan, jobs, small_bytes, background=background)  # type: ignore[arg-type]
+        # Taken for each copy or checksum in the background: no more of them at once than there are cores for it. With
+        # more, one that holds the interpreter loses its core to one that does not, and the loop waits for both: 2 to
+        # 5 ms each time.
+        self._turns: AbstractContextManager[object] = (
+            threading.BoundedSemaphore(max(1, spare_cores())) if background else contextlib.nullcontext()
+        )
+        # Who copies first has a caller that waits, and who fetches from others may wait long.
+        self._copy_turns = contextlib.nullcontext() if copy_first or plan.pulls else self._turns
         self._go = threading.Event()
         if not copy_first:
             self._go.set()
@@ -242,10 +273,11 @@ class Pipeline:
         """Copy a job's bytes (here, now) and hand them to the writers; waits while all buffers are in use."""
         self.raise_if_broken()
         buffer = self._acquire()
-        begin = time.perf_counter()
         try:
-            events = self._stager.copy(job, buffer)
-            self._spend("memory", job.nbytes, begin)
+            with self._copy_turns:
+                begin = time.perf_counter()
+                events = self._stager.copy(job, buffer)
+                self._spend("memory", job.nbytes, begin)
         except BaseException:
             self._pool.release(buffer)
             raise
@@ -318,6 +350,8 @@ class Pipeline:
                     self.raise_if_broken()
                     for part in job.parts:
                         self._write(part, buffer.view[part.at : part.at + part.stop - part.start])
+                        if self._background and part.stop - part.start < _SHORT_BYTES:
+                            let_others_in()
             except BaseException as error:
                 self._error = self._error or error
             finally:
@@ -330,7 +364,8 @@ class Pipeline:
             lengths, hashes, stored = self._write_block(array, part, view)
         else:
             size = array.layout.extent_bytes(self._plan.extent_bytes)
-            hashes = [digest(view[a - part.start : b - part.start]) for a, b in cut(part.start, part.stop, size)]
+            with self._turns:
+                hashes = [digest(view[a - part.start : b - part.start]) for a, b in cut(part.start, part.stop, size)]
             assert self.files is not None  # files that several ranks share are planned for positional stores only
             begin = time.perf_counter()
             self.files.write(part, view)
@@ -364,17 +399,18 @@ class Pipeline:
         lengths = None
         body: bytes | memoryview = view
         if array.codec is not None:
-            begin = time.perf_counter()
-            chunks = [
-                array.codec.encode(view[a : a + layout.chunk_bytes]) for a in range(0, len(view), layout.chunk_bytes)
-            ]
+            size = layout.chunk_bytes
+            with self._turns:
+                begin = time.perf_counter()
+                chunks = [array.codec.encode(view[a : a + size]) for a in range(0, len(view), size)]
             self.codec_s += time.perf_counter() - begin
             lengths = [len(chunk) for chunk in chunks]
             hashes = [digest(chunk) for chunk in chunks]
             body = b"".join(chunks)
         else:
             size = layout.extent_bytes(self._plan.extent_bytes)
-            hashes = [digest(view[a:b]) for a, b in cut(0, len(view), size)]
+            with self._turns:
+                hashes = [digest(view[a:b]) for a, b in cut(0, len(view), size)]
         if layout.sharded:
             body = bytes(body) + _index(array, block, lengths)
         path = f"{zarr3.path_of_name(array.name)}/{layout.key(block)}"

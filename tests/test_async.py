@@ -378,6 +378,64 @@ def test_background_threads_step_back_equally_far_where_there_is_a_second_core(t
     assert os.getpriority(os.PRIO_PROCESS, os.getpid()) == usual
 
 
+@pytest.mark.parametrize("way", ["lazy", "snapshot", "sync"])
+def test_background_threads_leave_the_interpreter_between_short_calls(tmp_path, monkeypatch, way):
+    """After each file that is made, each small array and each document; not where the caller waits anyway."""
+    pauses: list[str] = []
+
+    def pause():
+        pauses.append(re.sub(r"-\d+$", "", threading.current_thread().name))
+
+    for module in (write, sys.modules["ckptfs.save"]):
+        monkeypatch.setattr(module, "let_others_in", pause)
+    small = [torch.full((3,), float(i)) for i in range(20)]
+    large = [torch.full((1 << 18,), float(i)) for i in range(4)]
+    optimizer = torch.optim.SGD([*small, *large], 0.1)
+    tree = {"small": small, "large": large}
+    with ckptfs.Run(tmp_path) as run:
+        if way == "sync":
+            run.save(0, tree)
+        else:
+            run.save_async(0, tree, before_update=optimizer if way == "lazy" else None).wait()
+    found = {name: pauses.count(name) for name in set(pauses)}
+    if way == "sync":
+        assert found == {}
+    else:
+        assert found["ckptfs-write"] == 20  # the large ones take long enough
+        assert 24 <= found["ckptfs-reserve"] <= 24 + 4  # documents, and files that no writer had opened before
+        assert set(found) == {"ckptfs-write", "ckptfs-reserve"}
+
+
+def test_pauses_are_rare_where_they_take_long(monkeypatch):
+    """Among many processes, a pause takes until its thread has a core again: hundreds of them would starve a save."""
+
+    class Clock:
+        now, pauses, pause_takes = 0.0, 0, 0.0
+
+        def perf_counter(self):
+            return self.now
+
+        def sleep(self, seconds):
+            self.pauses += 1
+            self.now += self.pause_takes
+
+    def pauses_of(pause_takes, turns):
+        clock = Clock()
+        clock.pause_takes = pause_takes
+        monkeypatch.setattr(write, "time", clock)
+        monkeypatch.setattr(write, "_own", threading.local())
+        for _ in range(turns):
+            write.let_others_in()
+            clock.now += 1e-4  # the work between
+        return clock.pauses, clock.now
+
+    assert pauses_of(1.5e-4, 1000)[0] == 1000
+    for long in (2e-3, 1e-2):
+        count, took_s = pauses_of(long, 10_000)
+        assert 2 <= count <= 30
+        assert took_s < 1.1 * 10_000 * 1e-4
+
+
 # --- training loops --------------------------------------------------------------------------------------------------
 
 

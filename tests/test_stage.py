@@ -2,13 +2,15 @@
 
 import contextlib
 import functools
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ckptfs import dtypes
-from ckptfs.grid import choose
+from ckptfs.grid import Layout, choose
 from ckptfs.ranges import merge
 from ckptfs.saveplan import Array, SavePlan, plan
 from ckptfs.settings import MIB
@@ -58,7 +60,7 @@ def _ours(streams, device):
     return streams.setdefault(device, "a stream of our own")
 
 
-def check(made, chosen, on_device):
+def check(made, chosen, on_device, dense=False):
     arrays, leaves = made
     descs, of_rank = descriptions_of(leaves)
     pool = StagingPool(1 << 20, 1 << 16)
@@ -70,7 +72,7 @@ def check(made, chosen, on_device):
             pieces = [[(box, OnDevice(data)) for box, data in held] for held in pieces]
         stager = Stager(one, pieces, Started({}), pool)
         stager._stream = functools.partial(_ours, stager._streams)
-        for job in jobs_of(one, 4096, 64):
+        for job in jobs_of(one, 4096, 64, dense=dense):
             buffer = pool.acquire()
             buffer.view[:] = b"\xee" * len(buffer.view)
             events = stager.copy(job, buffer)
@@ -86,9 +88,43 @@ def check(made, chosen, on_device):
 
 
 @settings(max_examples=150)
-@given(worlds(), options)
-def test_every_job_holds_the_bytes_of_the_array(made, chosen):
-    check(made, chosen, on_device=False)
+@given(worlds(), options, st.booleans())
+def test_every_job_holds_the_bytes_of_the_array(made, chosen, dense):
+    check(made, chosen, on_device=False, dense=dense)
+
+
+def _plan_of(sizes, extent):
+    arrays = [Array(f"a{i}", dtypes.of("uint8"), Layout((n,), 1, (n,), (n,)), None) for i, n in enumerate(sizes)]
+    return SavePlan(arrays, {i: [(0, n)] for i, n in enumerate(sizes)}, {}, extent)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=60))
+def test_dense_jobs_are_the_same_bytes_cut_between_extents_in_buffers_that_are_full(sizes):
+    extent, full, small = 4096, 32768, 512
+    jobs = jobs_of(_plan_of(sizes, extent), full, small, dense=True)
+    parts = [part for job in jobs for part in job.parts]
+    for number, size in enumerate(sizes):
+        mine = [part for part in parts if part.array == number]
+        assert [0, *(part.stop for part in mine)] == [*(part.start for part in mine), size]
+        assert all(part.start % extent == 0 for part in mine)
+        assert len(mine) == 1 or all(part.stop - part.start >= extent for part in mine[:-1])
+    for job in jobs:
+        edges = [edge for part in job.parts for edge in (part.at, part.at + part.stop - part.start)]
+        assert edges == sorted(edges)
+        assert edges[-1] <= full
+    if sum(sizes) // 32 >= full:  # then jobs are as large as buffers
+        # What follows would have filled it with an extent more, and kept one for the next: only small pieces do not.
+        for job, after in pairwise(jobs):
+            first = after.parts[0]
+            whole = first.stop - first.start
+            left = full - (job.parts[-1].at + job.parts[-1].stop - job.parts[-1].start)
+            assert left < 2 * extent or whole <= 2 * extent
+
+
+def test_dense_jobs_take_less_memory_where_pieces_are_nearly_as_large_as_buffers():
+    plan = _plan_of([6 << 20] * 100, 1 << 20)
+    assert [len(jobs_of(plan, 8 << 20, 1 << 18, dense=dense)) for dense in (False, True)] == [100, 75]
 
 
 @settings(max_examples=60)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -270,11 +269,28 @@ def _loop(
 
 # --- a core to spare -------------------------------------------------------------------------------------------------
 
-PAIRS = 2  # saves a repetition, each after as much work with nothing beside it
 PLAIN_S = 0.4
 UNIT_FLOP = 2.5e8  # about 5 ms
-# The work of the loop above, operations of 3 ms; and such short ones (10 µs) that the interpreter is always wanted.
-PRODUCTS = (512, 64)
+# How often by the kind of work: that of the loop above, operations of 3 ms; and such short ones (10 µs) that the
+# interpreter is always wanted. What a loop loses varies by several percent from save to save on a virtual machine, and
+# by as much when nothing happens: one save says nothing.
+STRETCHES = {512: 11, 64: 3}
+PRODUCTS = tuple(STRETCHES)
+
+
+class Idle(Saving):
+    """Nothing happens: by how much the same work differs from itself."""
+
+    name = "nothing else"
+
+    def begin(self, number: int) -> None:
+        self._end = time.perf_counter() + 0.7
+
+    def under_way(self) -> bool:
+        return time.perf_counter() < self._end
+
+    def folders(self, number: int) -> list[Path]:
+        return []
 
 
 class Spinning(Saving):
@@ -304,7 +320,7 @@ class Copying(Spinning):
     )
 
 
-BESIDE = (Spinning, Copying, DcpAsync, CkptfsSnapshot, CkptfsLazy)
+BESIDE: tuple[type[Saving], ...] = (Idle, Spinning, Copying, DcpAsync, CkptfsSnapshot, CkptfsLazy)
 
 
 def beside_name(size: int) -> str:
@@ -318,6 +334,11 @@ class Spent:
     wall_s: float
     cpu_s: float
     queue_s: float
+
+    def mean(self, other: Spent) -> Spent:
+        return Spent(
+            (self.wall_s + other.wall_s) / 2, (self.cpu_s + other.cpu_s) / 2, (self.queue_s + other.queue_s) / 2
+        )
 
 
 class Products:
@@ -364,47 +385,46 @@ def beside(ranks: Ranks) -> None:
     ways = [
         kind(ranks, dict(state.local), optimizer)
         for kind in BESIDE
-        if issubclass(kind, Spinning) or not plan.systems or kind.name in plan.systems
+        if issubclass(kind, (Idle, Spinning)) or not plan.systems or kind.name in plan.systems
     ]
-    work = {size: Products(size) for size in PRODUCTS}
     number = 0
-    for turn in range(-1, plan.repetitions):
-        ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
-        for way in shuffled(ways, turn):
-            for size in PRODUCTS if turn >= 0 else PRODUCTS[:1]:
-                found = []
-                for _ in range(PAIRS if turn >= 0 else 1):
-                    number += 1
-                    found.append(_pair(ranks, way, work[size], optimizer, number))
+    for size, count in STRETCHES.items():
+        work = Products(size)
+        for turn in range(-1, count):
+            ranks.say("warm-up, not counted" if turn < 0 else f"{turn + 1} of {count}, products of {size}")
+            for way in shuffled(ways, turn):
+                number += 1
+                found = _stretch(ranks, way, work, optimizer, number)
                 if turn >= 0:
-                    _note_pairs(ranks, way, size, state.total_bytes, turn, found)
+                    _note_stretch(ranks, way, size, state.total_bytes, turn, *found)
 
 
-def _pair(ranks: Ranks, way: Saving, work: Products, optimizer: Any, number: int) -> tuple[Spent, Spent, float]:
-    """The work alone, then while a save runs; how long that took."""
-    end = time.perf_counter() + PLAIN_S
-    alone = work.until(lambda: time.perf_counter() > end)
+def _stretch(ranks: Ranks, way: Saving, work: Products, optimizer: Any, number: int) -> tuple[Spent, Spent, float]:
+    """The work alone (before and after), and while a save runs; how long that took."""
+
+    def plain() -> Spent:
+        end = time.perf_counter() + PLAIN_S
+        return work.until(lambda: time.perf_counter() > end)
+
+    before = plain()
     way.begin(number)
     begin = time.perf_counter()
     busy = work.until(lambda: not way.under_way())
     took_s = time.perf_counter() - begin
     optimizer.step()
     way.finish()
+    after = plain()
     ranks.remove(*way.folders(number))
-    return alone, busy, took_s
+    return before.mean(after), busy, took_s
 
 
-def _note_pairs(
-    ranks: Ranks, way: Saving, size: int, nbytes: int, turn: int, found: list[tuple[Spent, Spent, float]]
+def _note_stretch(
+    ranks: Ranks, way: Saving, size: int, nbytes: int, turn: int, alone: Spent, busy: Spent, took_s: float
 ) -> None:
-    def median(pick: Callable[[Spent, Spent], float]) -> float:
-        return statistics.median(pick(alone, busy) for alone, busy, _ in found)
-
     detail = {
-        "slower": median(lambda alone, busy: busy.wall_s / alone.wall_s - 1),
-        "processor": median(lambda alone, busy: (busy.cpu_s - alone.cpu_s) / alone.wall_s),
-        "queue": median(lambda alone, busy: (busy.queue_s - alone.queue_s) / alone.wall_s),
-        "save_s": statistics.median(took_s for _, _, took_s in found),
+        "slower": busy.wall_s / alone.wall_s - 1,
+        "processor": (busy.cpu_s - alone.cpu_s) / alone.wall_s,
+        "queue": (busy.queue_s - alone.queue_s) / alone.wall_s,
+        "save_s": took_s,
     }
-    cost = Cost(median(lambda _, busy: busy.wall_s))
-    ranks.note(ranks.measure(beside_name(size), way.name, nbytes, turn, cost, detail=detail))
+    ranks.note(ranks.measure(beside_name(size), way.name, nbytes, turn, Cost(busy.wall_s), detail=detail))

@@ -288,9 +288,10 @@ def beside_table(results: Results) -> list[str]:
     head = ["way", "products", "slower by", "memory and caches", "another thread on its core", "the interpreter"]
     words = (
         "One rank, half of the bytes, a loop of matrix products on one core while a save runs on another: how much "
-        "longer the same work takes. *Memory and caches*: more time on the processor for the same work. *The "
-        "interpreter*: what remains, mostly waiting for Python's lock after each product. Two rows are no saves: they "
-        "tell what this machine takes from the loop when the other core is busy.\n"
+        "longer the same work takes than before and after, medians. *Memory and caches*: more time on the processor "
+        "for the same work. *The interpreter*: what remains, mostly waiting for Python's lock after each product. "
+        "Three rows are no saves: by how much the same work differs from itself, and what this machine takes from the "
+        "loop when the other core is busy.\n"
     )
     return [words, table([*head, "save"], lines)]
 

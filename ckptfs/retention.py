@@ -19,7 +19,7 @@ from ckptfs import commit
 from ckptfs.errors import CkptError, MismatchError, NotFoundError
 from ckptfs.manifest import NAME as MANIFEST
 from ckptfs.manifest import digest
-from ckptfs.write import step_back
+from ckptfs.write import let_others_in, step_back
 
 if TYPE_CHECKING:
     from ckptfs.storage import Store
@@ -130,11 +130,18 @@ def prune(store: Store, steps: Sequence[int], policy: Policy) -> list[int]:
     return gone
 
 
+def _unhurried(store: Store) -> Store:
+    """The same store, where deleting a thousand files leaves the interpreter to others in between."""
+    from ckptfs.storage import LocalStore
+
+    return LocalStore(store.root, ops=store.ops, between=let_others_in) if type(store) is LocalStore else store
+
+
 class Pruner:
     """Does the deleting behind a run's back, one turn at a time."""
 
     def __init__(self, store: Store, policy: Policy, steps: Callable[[], list[int]]) -> None:
-        self._store, self._policy, self._steps = store, policy, steps
+        self._store, self._policy, self._steps = _unhurried(store), policy, steps
         self._lock = threading.Lock()
         self._wanted = False
         self._thread: threading.Thread | None = None

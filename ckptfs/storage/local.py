@@ -33,10 +33,13 @@ class LocalStore(Store):
 
     positional: ClassVar[bool] = True
 
-    def __init__(self, root: str | os.PathLike[str], *, ops: FileOps = REAL_OPS) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, ops: FileOps = REAL_OPS, between: Callable[[], None] = lambda: None
+    ) -> None:
         self.root = os.path.abspath(os.fspath(root))
         self.url = self.root
         self.ops = ops
+        self._between = between  # called after each file that `remove_tree` deletes
 
     def __repr__(self) -> str:
         return f"LocalStore({self.root!r})"
@@ -224,10 +227,11 @@ class LocalStore(Store):
                 self._remove_folder(entry.path)
             else:
                 _ignore_missing(self.ops.unlink, entry.path)
+                self._between()
         _ignore_missing(self.ops.rmdir, where)
 
     def sub(self, prefix: str) -> LocalStore:
-        return LocalStore(self.full(prefix), ops=self.ops)
+        return LocalStore(self.full(prefix), ops=self.ops, between=self._between)
 
     # -- byte ranges and folders -----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from itertools import pairwise
 
 import numpy as np
@@ -9,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfs import dtypes
+from ckptfs import dtypes, write
 from ckptfs.grid import Layout, choose
 from ckptfs.ranges import merge
 from ckptfs.saveplan import Array, SavePlan, plan
 from ckptfs.settings import MIB
 from ckptfs.shards import hold
 from ckptfs.stage import Stager, StagingPool, Started, jobs_of
+from ckptfs.storage import LocalStore
 from test_saveplan import descriptions_of, options, worlds
 
 torch = pytest.importorskip("torch")
@@ -148,3 +150,16 @@ def test_large_pieces_are_cut_where_pages_end(shape):
     assert all(part.start % 4096 == 0 for part in parts if part.start != middle)
     assert all(part.stop - part.start <= 8 * MIB for part in parts)
     assert [(0, layout.logical_bytes)] == merge([(part.start, part.stop) for part in parts])
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_files_are_made_with_pauses_where_something_else_goes_on(tmp_path, monkeypatch, background):
+    pauses = []
+    monkeypatch.setattr(write, "let_others_in", lambda: pauses.append(1))
+    plan = _plan_of([1 << 20] * 5, 1 << 20)
+    files = write.Files(LocalStore(tmp_path), plan, jobs_of(plan, 8 << 20, 1 << 18), 1 << 18, background=background)
+    made = threading.Event()
+    files.reserve(made.set)
+    assert made.wait(60)
+    files.close()
+    assert len(pauses) == (5 if background else 0)

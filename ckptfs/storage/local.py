@@ -28,13 +28,17 @@ Found = list[tuple[str, int]]
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP})
 
 
+def _at_once() -> None:
+    """Between one file and the next. (Stores are pickled: this has a name.)"""
+
+
 class LocalStore(Store):
     """Objects are files below `root`; the folder need not exist before the first write."""
 
     positional: ClassVar[bool] = True
 
     def __init__(
-        self, root: str | os.PathLike[str], *, ops: FileOps = REAL_OPS, between: Callable[[], None] = lambda: None
+        self, root: str | os.PathLike[str], *, ops: FileOps = REAL_OPS, between: Callable[[], None] = _at_once
     ) -> None:
         self.root = os.path.abspath(os.fspath(root))
         self.url = self.root

@@ -29,7 +29,7 @@ _UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP})
 
 
 def _at_once() -> None:
-    """Between one file and the next. (Stores are pickled: this has a name.)"""
+    """Between one file and the next. Stores are pickled, so this has a name."""
 
 
 class LocalStore(Store):

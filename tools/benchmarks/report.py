@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.asyncwork import PRODUCTS, beside_name
+from benchmarks.asyncwork import PRODUCTS, Idle, beside_name
 from benchmarks.claims import goals, goals_section, with_claims
 from benchmarks.results import Measure, RunFacts, Skip, read
 
@@ -286,12 +286,13 @@ def beside_table(results: Results) -> list[str]:
     if not lines:
         return []
     head = ["way", "products", "slower by", "memory and caches", "another thread on its core", "the interpreter"]
+    idle = any(line[0] == Idle.name for line in lines)
     words = (
         "One rank, half of the bytes, a loop of matrix products on one core while a save runs on another: how much "
-        "longer the same work takes than before and after, medians. *Memory and caches*: more time on the processor "
+        f"longer the same work takes{' than before and after' * idle}. *Memory and caches*: more time on the processor "
         "for the same work. *The interpreter*: what remains, mostly waiting for Python's lock after each product. "
-        "Three rows are no saves: by how much the same work differs from itself, and what this machine takes from the "
-        "loop when the other core is busy.\n"
+        f"{'Three' if idle else 'Two'} rows are no saves: they tell {'how it differs from itself, and ' * idle}what "
+        "this machine takes from the loop when the other core is busy.\n"
     )
     return [words, table([*head, "save"], lines)]
 

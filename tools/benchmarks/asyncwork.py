@@ -300,7 +300,8 @@ class Spinning(Saving):
     code = "import time; end = time.time() + 0.7\nwhile time.time() < end: pass"
 
     def begin(self, number: int) -> None:
-        self._process = subprocess.Popen([sys.executable, "-c", self.code], preexec_fn=lambda: os.nice(10))  # noqa: PLW1509
+        command = [sys.executable, "-c", self.code, str(self.ranks.folder / "written")]
+        self._process = subprocess.Popen(command, preexec_fn=lambda: os.nice(10))  # noqa: PLW1509
 
     def under_way(self) -> bool:
         return self._process.poll() is None
@@ -320,7 +321,24 @@ class Copying(Spinning):
     )
 
 
-BESIDE: tuple[type[Saving], ...] = (Idle, Spinning, Copying, DcpAsync, CkptfsSnapshot, CkptfsLazy)
+class Writing(Spinning):
+    """Past the page cache, again and again the same memory: what a loop loses to the disk whoever writes."""
+
+    name = "another process that only writes"
+    code = (
+        "import mmap, os, sys, threading, time; end = time.time() + 0.7; part = 8 << 20\n"
+        "fd = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY | os.O_DIRECT); os.posix_fallocate(fd, 0, 64 * part)\n"
+        "def write(first):\n"
+        "    memory = mmap.mmap(-1, part, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
+        "    memory.madvise(mmap.MADV_HUGEPAGE)\n"
+        "    done = 0\n"
+        "    while time.time() < end: done += os.pwrite(fd, memory, (first + done // part % 32) * part)\n"
+        "threads = [threading.Thread(target=write, args=[at]) for at in (0, 32)]\n"
+        "[thread.start() for thread in threads]; [thread.join() for thread in threads]"
+    )
+
+
+BESIDE: tuple[type[Saving], ...] = (Idle, Spinning, Copying, Writing, DcpAsync, CkptfsSnapshot, CkptfsLazy)
 
 
 def beside_name(size: int) -> str:

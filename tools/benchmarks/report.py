@@ -291,7 +291,7 @@ def beside_table(results: Results) -> list[str]:
         "One rank, half of the bytes, a loop of matrix products on one core while a save runs on another: how much "
         f"longer the same work takes{' than before and after' * idle}. *Memory and caches*: more time on the processor "
         "for the same work. *The interpreter*: what remains, mostly waiting for Python's lock after each product. "
-        f"{'Three' if idle else 'Two'} rows are no saves: they tell {'how it differs from itself, and ' * idle}what "
+        f"{'Four' if idle else 'Two'} rows are no saves: they tell {'how it differs from itself, and ' * idle}what "
         "this machine takes from the loop when the other core is busy.\n"
     )
     return [words, table([*head, "save"], lines)]

@@ -19,7 +19,7 @@ class MountOptions:
     read_timeout_s: float = 30.0  # a blocking read that takes longer is answered with EIO
     request_threads: int = 4  # native: threads that take requests from the kernel
     slow_threads: int = 8  # threads for blocking reads
-    readahead_kib: int = 1024  # the kernel's readahead on the mount, raised when permitted
+    readahead_kib: int = 8192  # the kernel's readahead on the mount, raised when permitted
     prefetch_kib: int = 32768  # how far ahead of a sequential reader local files are read from the disk
     direct_io: bool = False  # native: reads bypass the mount's page cache (see docs/native-fuse.md for when it wins)
     passthrough: bool = True  # native: let the kernel read whole backing files by itself, when it can

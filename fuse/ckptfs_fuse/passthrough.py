@@ -1,9 +1,10 @@
 """Kernel passthrough: files whose reads the kernel answers by itself, from one whole local file.
 
 It needs root and Linux 6.9. Passed through are files that are one backing file, and *hot* files (opened several times)
-that were materialised: copied whole into memory or into unlinked files of a folder, together never more than
-`materialise_bytes`. The copy is made in the background by the file's own reader, so it is checked like any read; until
-it is complete, the file is read as before. Least recently opened copies go first.
+that were materialised: copied whole into memory or into unlinked files of a folder. All copies take `materialise_bytes`
+at most, and there are never more than `COPIES_MAX`, because each is an open file; least recently opened ones go first.
+A copy is made in the background by the file's own reader, so it is checked like any read; until it is complete, the
+file is read as before.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ckptfs_fuse import wire
 from ckptfs_fuse.answers import log, log_failure
 
 COPY_BYTES = 4 << 20
+COPIES_MAX = 256
 
 
 class Passthrough:
@@ -119,7 +121,7 @@ class Materialised:
     def _make_room(self, size: int) -> None:
         """Copies that are open elsewhere live on in the kernel until they are closed; here they no longer count."""
         with self._lock:
-            while self._copies and self._used_bytes + size > self._budget_bytes:
+            while self._copies and (self._used_bytes + size > self._budget_bytes or len(self._copies) >= COPIES_MAX):
                 fd, freed = self._copies.popitem(last=False)[1]
                 os.close(fd)
                 self._used_bytes -= freed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,6 +76,11 @@ BY_NAME = {dtype.name: dtype for dtype in _TABLE}
 BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
 
 
+@cache
+def _numpy_name(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # numpy works it out anew each time, in twenty calls
+
+
 def of(thing: object) -> DType:
     """The DType of a torch dtype, numpy dtype or name; a MismatchError names what is not known."""
     if isinstance(thing, DType):
@@ -86,7 +92,7 @@ def of(thing: object) -> DType:
         name = thing
     else:
         try:
-            name = np.dtype(thing).name  # type: ignore[call-overload]
+            name = _numpy_name(np.dtype(thing))  # type: ignore[call-overload]
         except TypeError:
             name = str(thing)
     found = BY_NAME.get(name)

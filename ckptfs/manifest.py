@@ -17,6 +17,7 @@ from itertools import accumulate, chain, groupby, pairwise, starmap
 from math import prod
 from operator import mul
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import xxhash
@@ -91,7 +92,13 @@ class Param:
 
     @cached_property
     def extents(self) -> Extents:
-        return Extents.of(self)
+        if self.codec is not None:
+            return Extents.of(self)
+        same = (self.layout, self.runs)  # layers are alike: a table for each would take as long as a read of 100 KiB
+        found = _tables.get(same)
+        if found is None:
+            found = _tables[same] = Extents.of(self)
+        return found
 
     def stored_in(self, file: int) -> list[int]:
         """Stored lengths of the chunks in one file of a compressed array."""
@@ -151,6 +158,9 @@ class Extents:
         offset = before - before[first[file]]
         start = file * layout.block_bytes + number * layout.chunk_bytes
         return cls(file, offset, length, start, start + layout.chunk_bytes)
+
+
+_tables: WeakValueDictionary[tuple[Layout, tuple[tuple[int, int], ...]], Extents] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)

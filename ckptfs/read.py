@@ -17,8 +17,9 @@ from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from ckptfs.box import Box, strides_of
 from ckptfs.errors import CorruptError, MismatchError, NotFoundError
 from ckptfs.loadplan import Comb, Request, comb, requests, starts_of
 from ckptfs.manifest import HASH_BYTES, digest
-from ckptfs.ranges import cut
+from ckptfs.ranges import cut, cut_evenly
 from ckptfs.storage.directio import DIRECT_MIN_BYTES, BufferPool
 from ckptfs.storage.fileops import REAL_OPS
 from ckptfs.storage.local import LocalStore
@@ -58,7 +59,6 @@ _CARRIERS = {size: np.dtype(name) for size, name in {1: "u1", 2: "u2", 4: "u4", 
 _CORES = os.cpu_count() or 1
 _END: Job = (0, lambda: None)
 _SMALL_TOGETHER = 64  # requests below the size that goes past the page cache, in one job
-_AT_MOST = 2  # times `read_threads` where requests are short: 8 threads read a cold rank's part 1.1 times as fast as 4
 _RUNS = 256  # shorter runs that one job reads
 
 
@@ -165,8 +165,17 @@ class Reader:
         """Many slices, planned while they are read. An error leaves those filled that were read before it.
 
         Their requests are short, and between them a thread plans, copies and checks: more threads keep the disk busy.
+        What is in the page cache is copied by as many threads as there are cores: more would only take turns.
         """
-        self.run(self._many(wanted, verify), nbytes, threads=_AT_MOST * self.settings.read_threads)
+        wanted, ready = iter(wanted), []
+        for one in wanted:
+            ready.append(one)
+            if not isinstance(one[0], int):
+                break
+        else:
+            self.run(cast("Iterator[Job]", iter(ready)), nbytes, threads=_CORES)
+            return
+        self.run(self._many(chain(ready, wanted), verify), nbytes, threads=_AT_WORK * self.settings.read_threads)
 
     def _many(self, wanted: Iterable[Job | tuple[Param, list[Target]]], verify: str) -> Iterator[Job]:
         """Many slices (or jobs) as jobs, while they are planned; small cold ones are asked for now and done last.
@@ -370,11 +379,15 @@ class Reader:
     ) -> list[Job]:
         """One run, in parts that several threads may read, or copy where it is held in the page cache."""
         flat = out.reshape(-1).view(np.uint8)
-        part_bytes = _PART_BYTES
-        if held:
-            part_bytes *= max(1, (stop - start) // (_PART_BYTES * _CORES))
+        if stop - start <= _PART_BYTES:
+            parts = [(start, stop)]
+        elif held:  # a core is idle while another copies what is left over
+            grain = max(1, param.longest_extent)
+            parts = cut_evenly(start, stop, max(_PART_BYTES, -(-(stop - start) // _CORES)) + grain, grain)
+        else:
+            parts = cut(start, stop, _PART_BYTES)
         jobs: list[Job] = []
-        for low, high in cut(start, stop, part_bytes) if stop - start > part_bytes else [(start, stop)]:
+        for low, high in parts:
             request = _request(param, low, high, check)
             part = flat[low - start : high - start]
             job = (
@@ -398,19 +411,25 @@ class Reader:
         self._fetch(param, request, out.data, request.last > request.first)
 
     def _copy_run(self, param: Param, request: Request, out: np.ndarray[Any, Any]) -> None:
-        """Copy one run out of the page cache and check its extents."""
+        """Copy one run out of the page cache and check its extents, each while the processor's cache has it."""
         file = self._take(param, request.file)
         try:
             held = file.holds(request.offset, request.length)
             if held:
-                np.copyto(out, file.bytes()[request.offset : request.offset + request.length])
+                source, done = file.bytes()[request.offset : request.offset + request.length], 0
+                for number in range(request.first, request.last):
+                    low = int(param.extents.offset[number]) - request.offset
+                    high = low + int(param.extents.length[number])
+                    np.copyto(out[done:high], source[done:high])
+                    check_extent(param, number, out.data[low:high], self.store.url)
+                    done = high
+                np.copyto(out[done:], source[done:])
         finally:
             self._opened().give(file)
         if not held:
             self._fetch_run(param, request, out)
             return
         self.count(request.length, request.last - request.first)
-        check_extents(param, request, out.data, self.store.url)
 
     def _copy_box(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any]) -> None:
         """Copy a box of one block out of the page cache."""

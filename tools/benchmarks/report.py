@@ -15,8 +15,7 @@ from pathlib import Path
 from benchmarks.asyncwork import PRODUCTS, Idle, beside_name
 from benchmarks.claims import goals, goals_section, with_claims
 from benchmarks.results import Measure, RunFacts, Skip, read
-
-LIMITS = ("raw", "memcpy")
+from benchmarks.systems import LIMITS
 
 HEAD = """# Benchmarks
 
@@ -305,7 +304,7 @@ def slice_section(results: Results) -> str:
         rows = results.rows("slices", operation, cache)
         if set(rows) <= set(LIMITS):
             continue
-        first = next(r for s, r in rows.items() if s != "raw")
+        first = next(r for s, r in rows.items() if s not in LIMITS)
         raw = rows.get("raw")
         lines = [
             [

@@ -19,14 +19,26 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.machine import evict, files_of, raw_read, raw_write
+from benchmarks.machine import evict, files_of, raw_read, raw_write, settle, shuffled
 from benchmarks.model import State, shapes, size_of
-from benchmarks.systems import ALL, Ckptfs, Job, Safetensors, TensorStore, TorchDcp, TorchSave, ZarrPython
+from benchmarks.systems import (
+    ALL,
+    PAGES,
+    UNCHECKED,
+    Ckptfs,
+    Job,
+    Safetensors,
+    TensorStore,
+    TorchDcp,
+    TorchSave,
+    ZarrPython,
+)
 
 if TYPE_CHECKING:
     from benchmarks.work import Ranks
@@ -63,11 +75,12 @@ class Engine:
 
 class CkptfsEngine(Engine):
     kind = Ckptfs
+    verify = "extents"
 
     def open(self) -> None:
         import ckptfs
 
-        self._ck = ckptfs.Checkpoint(self.place)
+        self._ck = ckptfs.Checkpoint(self.place, verify=self.verify)
 
     def close(self) -> None:
         self._ck.close()
@@ -78,6 +91,12 @@ class CkptfsEngine(Engine):
             self._ck["model/" + pieces[0].name].read(pieces[0].index, out=pieces[0].out)
             return
         self._ck.read([("model/" + piece.name, piece.index, piece.out) for piece in pieces])
+
+
+class UncheckedEngine(CkptfsEngine):
+    """What the others do: no checksums."""
+
+    verify = "none"
 
 
 class SafetensorsEngine(Engine):
@@ -199,6 +218,7 @@ ENGINES: tuple[type[Engine], ...] = (
 SIZE = ["256M"]
 RANKS = 8
 HUGE_BYTES = 2 << 20
+PAGE_BYTES = 4096
 BOX = 128  # 128 × 128 float32 are 64 KiB
 
 
@@ -302,8 +322,9 @@ def slices(ranks: Ranks) -> None:
     raw.mkdir()
     if not engines:
         return
+    engines += [(UNCHECKED, UncheckedEngine(engine.place)) for _, engine in engines if isinstance(engine, CkptfsEngine)]
     as_ranks: list[tuple[str, Engine]] = []
-    if any(isinstance(engine, CkptfsEngine) for _, engine in engines):
+    if any(isinstance(engine, UncheckedEngine) for _, engine in engines):
         as_ranks = [(Ckptfs.name, CkptfsEngine(save_as_ranks(state, ranks.folder)))]
         _check(as_ranks[0][1], state)
     for turn in range(-1, plan.repetitions):
@@ -372,6 +393,66 @@ def _huge(nbytes: int) -> np.ndarray[Any, Any]:
     return array
 
 
+def pages_of(shape: tuple[int, ...], index: Index) -> int:
+    """Bytes of the pages that a box of a row-major file touches: what any reader must get from the disk."""
+    strides = [4 * math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    low = np.zeros((), np.int64)
+    for part, stride in zip(index[:-1], strides, strict=False):
+        low = low[..., None] + np.arange(part.start, part.stop) * stride
+    first = low.reshape(-1) + 4 * index[-1].start
+    last = first + 4 * (index[-1].stop - index[-1].start) - 1
+    first, last = first // PAGE_BYTES, last // PAGE_BYTES
+    shared = np.count_nonzero(first[1:] == last[:-1])
+    return int((last - first + 1).sum() - shared) * PAGE_BYTES
+
+
+def _raw_file(folder: Path, nbytes: int) -> Path:
+    """A file of so many bytes for the raw limit, written once."""
+    path = folder / str(nbytes)
+    if not path.exists():
+        raw_write(path, nbytes)
+    return path
+
+
+def _seconds(action: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def _times(
+    engine: Engine,
+    table: dict[str, tuple[int, ...]],
+    choose: Choose,
+    cache: str,
+    count: int,
+    seed: int,
+    *,
+    settled: bool,
+) -> tuple[list[float], str]:
+    """How long each of `count` reads took. settled: warm ones were done once before, each."""
+    pick = random.Random(seed)
+    times, said = [], cache
+    if cache == "warm":
+        for path in files_of(engine.place):
+            path.read_bytes()
+        engine.open()
+        engine.read(_pieces(choose(table, random.Random(seed))))
+    for _ in range(count):
+        pieces = _pieces(choose(table, pick))
+        if cache == "cold":
+            said = _make_cold(engine.place)
+            engine.open()
+        elif settled:
+            engine.read(pieces)
+        times.append(_seconds(partial(engine.read, pieces)))
+        if cache == "cold":
+            engine.close()
+    if cache == "warm":
+        engine.close()
+    return times, said
+
+
 def _once(
     ranks: Ranks,
     engines: list[tuple[str, Engine]],
@@ -388,40 +469,24 @@ def _once(
 
     seed = zlib.crc32(f"{operation} {turn}".encode())
     done = []
-    nbytes = sum(4 * math.prod(s.stop - s.start for s in i) for _, i in choose(table, random.Random(seed)))
+    wanted = choose(table, random.Random(seed))
+    nbytes = sum(4 * math.prod(s.stop - s.start for s in i) for _, i in wanted)
+    limits: list[tuple[str, Path]] = []
     if cache == "cold" and operation != "64 KiB box":
-        raw_write(raw / "file", nbytes)
-        begin = time.perf_counter()
-        raw_read(raw / "file")
-        done.append(
-            ranks.measure(operation, "raw", nbytes, max(turn, 0), Cost(time.perf_counter() - begin), cache="cold")
-        )
-    for name, engine in engines[(turn + 1) % len(engines) :] + engines[: (turn + 1) % len(engines)]:
-        pick = random.Random(seed)
-        times, said = [], cache
-        if cache == "warm":
-            for path in files_of(engine.place):
-                path.read_bytes()
-            engine.open()
-            engine.read(_pieces(choose(table, random.Random(seed))))
-        try:
-            for _ in range(count):
-                pieces = _pieces(choose(table, pick))
-                if cache == "cold":
-                    said = _make_cold(engine.place)
-                    engine.open()
-                elif operation == "64 KiB box":
-                    engine.read(pieces)
-                begin = time.perf_counter()
-                engine.read(pieces)
-                times.append(time.perf_counter() - begin)
-                if cache == "cold":
-                    engine.close()
-        except Exception as error:
-            ranks.skip(name, f"{operation}, {cache}: failed: {type(error).__name__}: {error}")
-            continue
-        if cache == "warm":
-            engine.close()
+        limits.append(("raw", _raw_file(raw, nbytes)))
+    if cache == "cold" and operation != AS_RANKS:
+        limits.append((PAGES, _raw_file(raw, sum(pages_of(table[name], index) for name, index in wanted))))
+    for name, who in shuffled([*engines, *limits], turn):
+        if cache == "cold":
+            settle()
+        if isinstance(who, Path):
+            times, said = [_seconds(partial(raw_read, who)) for _ in range(count)], cache
+        else:
+            try:
+                times, said = _times(who, table, choose, cache, count, seed, settled=operation == "64 KiB box")
+            except Exception as error:
+                ranks.skip(name, f"{operation}, {cache}: failed: {type(error).__name__}: {error}")
+                continue
         detail = {"p99_s": float(np.quantile(times, 0.99)), "count": count, "times_s": [round(t, 6) for t in times]}
         cost = Cost(statistics.median(times))
         done.append(ranks.measure(operation, name, nbytes, max(turn, 0), cost, cache=said, detail=detail))

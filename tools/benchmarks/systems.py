@@ -107,7 +107,9 @@ class Memcpy(System):
         copy_bytes(job.state.local_bytes)
 
 
-LIMITS = ("raw", "memcpy")
+PAGES = "raw, whole pages"  # the pages that what is read lies on, as one file
+UNCHECKED = "ckptfs, no checksums"
+LIMITS = ("raw", PAGES, "memcpy")
 
 
 class Ckptfs(System):

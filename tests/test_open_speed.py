@@ -76,6 +76,7 @@ def test_equal_layouts_are_worked_out_once():
     assert len({id(p.layout) for p in parsed.params.values()}) == 1
     _, calls = calls_of(lambda: Manifest.parse(raw))
     assert calls < 300 * 60
+    assert len({id(p.extents) for p in parsed.params.values()}) == 1
 
 
 @pytest.fixture

@@ -601,6 +601,58 @@ def test_what_is_at_hand_is_checked_too(tmp_path):
     assert ckptfs.Checkpoint(step, verify="none")["w"].numpy(slice(256, 512)).sum() != 0
 
 
+def test_a_large_slice_of_the_page_cache_is_checked_extent_by_extent(tmp_path):
+    """What several threads copy: all whole extents in it, and none that lie in it in part."""
+    whole = np.random.default_rng(0).integers(0, 9, (20, 1 << 18), dtype="i4")  # rows of an extent each
+    ckptfs.Run(tmp_path / "run").save(1, {"w": whole})
+    file = next((tmp_path / "run/step-00000001/w").glob("c*"))
+    file.read_bytes()
+    with ckptfs.Run(tmp_path / "run")[1] as ck:
+        ck["w"].numpy(0)
+        before, out = ck._reader.extents_read, np.zeros((17, 1 << 18), "i4")
+        ck["w"].read(slice(1, 18), out=out)
+        assert ck["w"]._window.file.whole()
+        assert ck._reader.extents_read - before == 17
+        assert np.array_equal(out, whole[1:18])
+    with file.open("r+b") as stored:
+        for row in (0, 3, 11, 18):
+            stored.seek(row << 20)
+            stored.write(b"\xff")
+    with ckptfs.Run(tmp_path / "run")[1] as ck:
+        for rows, bad in ((slice(1, 11), "extent 3"), (slice(4, 18), "extent 11"), (slice(10, 19), "extent 1[18]")):
+            with pytest.raises(CorruptError, match=bad):
+                ck["w"].read(rows, out=np.zeros((rows.stop - rows.start, 1 << 18), "i4"))
+        part = ck["w"].param.extents
+        assert part.length.tolist() == [1 << 20] * 20
+        assert len(ck["w"].numpy(slice(4, 11))) == 7
+
+
+def test_hot_slices_are_copied_by_one_thread_a_core_and_others_read_by_more(tmp_path, monkeypatch):
+    arrays = {f"w{i}": np.full((256, 1024), i, "f4") for i in range(3)}
+    ckptfs.Run(tmp_path / "run").save(1, arrays)
+    counts = []
+    run = ckptfs.read.Reader.run
+    monkeypatch.setattr(
+        ckptfs.read.Reader, "run", lambda self, *a, threads, **k: (counts.append(threads), run(self, *a, **k))
+    )
+    for verify in ("extents", "none"):
+        with ckptfs.Checkpoint(tmp_path / "run/step-00000001", verify=verify) as ck:
+            for cold in (None, "w0", "w2"):
+                for name in arrays:
+                    next((tmp_path / "run/step-00000001" / name).glob("c*")).read_bytes()
+                if cold:
+                    ck.close()
+                    evict(ck, cold)
+                    ck[cold]._look_at = float("inf")  # cold, whatever the kernel kept
+                pieces = [(name, slice(0, 128), np.zeros((128, 1024), "f4")) for name in arrays]
+                ck.read(pieces)
+                assert all((out == arrays[name][:128]).all() for name, _, out in pieces)
+                ck.__dict__.get("_arrays").clear()
+    few, many = counts[0], counts[1]
+    assert counts == [few, many, many] * 2
+    assert few == os.cpu_count() and many > ckptfs.Settings().read_threads
+
+
 # --- threads, processes, imports -------------------------------------------------------------------------------------
 
 

@@ -18,16 +18,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from ckptfs.box import Box, strides_of
 from ckptfs.errors import CorruptError, MismatchError, NotFoundError
-from ckptfs.loadplan import Comb, Request, comb, requests, starts_of
+from ckptfs.loadplan import PAGE_BYTES, Comb, Request, comb, requests, starts_of
 from ckptfs.manifest import HASH_BYTES, digest
-from ckptfs.ranges import cut, cut_evenly
+from ckptfs.ranges import cut
 from ckptfs.storage.directio import DIRECT_MIN_BYTES, BufferPool
 from ckptfs.storage.fileops import REAL_OPS
 from ckptfs.storage.local import LocalStore
@@ -379,15 +379,9 @@ class Reader:
     ) -> list[Job]:
         """One run, in parts that several threads may read, or copy where it is held in the page cache."""
         flat = out.reshape(-1).view(np.uint8)
-        if stop - start <= _PART_BYTES:
-            parts = [(start, stop)]
-        elif held:  # a core is idle while another copies what is left over
-            grain = max(1, param.longest_extent)
-            parts = cut_evenly(start, stop, max(_PART_BYTES, -(-(stop - start) // _CORES)) + grain, grain)
-        else:
-            parts = cut(start, stop, _PART_BYTES)
+        part_bytes = max(_PART_BYTES, (stop - start) // _CORES) if held else _PART_BYTES
         jobs: list[Job] = []
-        for low, high in parts:
+        for low, high in _cut_run(param, start, stop, part_bytes, check):
             request = _request(param, low, high, check)
             part = flat[low - start : high - start]
             job = (
@@ -620,6 +614,23 @@ def _request(param: Param, start: int, stop: int, check: bool) -> Request:
     layout = param.layout
     file, offset = divmod(start, layout.block_bytes) if layout.many else (0, start)
     return Request(file, offset, stop - start, start, stop, first, last)
+
+
+def _cut_run(param: Param, start: int, stop: int, part_bytes: int, check: bool) -> list[tuple[int, int]]:
+    """A run of logical bytes in parts of about this length, cut where extents end: one in two parts is not checked.
+
+    Of those cuts the ones at pages, if there are enough: else each would send two edges through the page cache.
+    """
+    if stop - start <= part_bytes:
+        return [(start, stop)]
+    grain = param.longest_extent if check else 0
+    if not grain:
+        return cut(start, stop, part_bytes)
+    count, pages = max(1, round(part_bytes / grain)), PAGE_BYTES // gcd(grain, PAGE_BYTES)
+    if pages <= 2 * count:
+        count = max(1, round(count / pages)) * pages
+    base = start // param.layout.block_bytes * param.layout.block_bytes if param.layout.many else 0
+    return [(base + low, base + high) for low, high in cut(start - base, stop - base, count * grain)]
 
 
 def _allowance(param: Param, inner: Box) -> int:

@@ -627,6 +627,25 @@ def test_a_large_slice_of_the_page_cache_is_checked_extent_by_extent(tmp_path):
         assert len(ck["w"].numpy(slice(4, 11))) == 7
 
 
+@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize("columns", [1088, 1000, 1024, 900])
+def test_every_whole_extent_of_a_long_run_is_checked(tmp_path, columns, hot):
+    """A run is read in parts: none of them ends inside an extent, whatever its length."""
+    whole = np.arange(4352 * columns, dtype="i4").reshape(4352, columns)
+    ckptfs.Run(tmp_path / "run").save(1, {"w": whole})
+    with ckptfs.Run(tmp_path / "run")[1] as ck:
+        if hot:
+            (tmp_path / "run/step-00000001" / ck["w"].param.file(0)).read_bytes()
+        else:
+            evict(ck, "w")
+        table, row = ck["w"].param.extents, columns * 4
+        out = np.zeros((4000, columns), "i4")
+        ck["w"].read(slice(300, 4300), out=out)
+        assert np.array_equal(out, whole[300:4300])
+        inside = (table.start >= 300 * row) & (table.stop <= 4300 * row)
+        assert ck._reader.extents_read == inside.sum() > 10
+
+
 def test_hot_slices_are_copied_by_one_thread_a_core_and_others_read_by_more(tmp_path, monkeypatch):
     arrays = {f"w{i}": np.full((256, 1024), i, "f4") for i in range(3)}
     ckptfs.Run(tmp_path / "run").save(1, arrays)

@@ -59,6 +59,7 @@ _CARRIERS = {size: np.dtype(name) for size, name in {1: "u1", 2: "u2", 4: "u4", 
 _CORES = os.cpu_count() or 1
 _END: Job = (0, lambda: None)
 _SMALL_TOGETHER = 64  # requests below the size that goes past the page cache, in one job
+_AT_MOST = 3  # times `read_threads` where requests are short: 12 threads read a cold shard 1.13 times as fast as 8
 _RUNS = 256  # shorter runs that one job reads
 
 
@@ -175,7 +176,7 @@ class Reader:
         else:
             self.run(cast("Iterator[Job]", iter(ready)), nbytes, threads=_CORES)
             return
-        self.run(self._many(chain(ready, wanted), verify), nbytes, threads=_AT_WORK * self.settings.read_threads)
+        self.run(self._many(chain(ready, wanted), verify), nbytes, threads=_AT_MOST * self.settings.read_threads)
 
     def _many(self, wanted: Iterable[Job | tuple[Param, list[Target]]], verify: str) -> Iterator[Job]:
         """Many slices (or jobs) as jobs, while they are planned; small cold ones are asked for now and done last.

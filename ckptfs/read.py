@@ -168,15 +168,16 @@ class Reader:
         Their requests are short, and between them a thread plans, copies and checks: more threads keep the disk busy.
         What is in the page cache is copied by as many threads as there are cores: more would only take turns.
         """
-        wanted, ready = iter(wanted), []
-        for one in wanted:
+        rest = iter(wanted)
+        ready: list[Job | tuple[Param, list[Target]]] = []
+        for one in rest:
             ready.append(one)
             if not isinstance(one[0], int):
                 break
         else:
             self.run(cast("Iterator[Job]", iter(ready)), nbytes, threads=_CORES)
             return
-        self.run(self._many(chain(ready, wanted), verify), nbytes, threads=_AT_MOST * self.settings.read_threads)
+        self.run(self._many(chain(ready, rest), verify), nbytes, threads=_AT_MOST * self.settings.read_threads)
 
     def _many(self, wanted: Iterable[Job | tuple[Param, list[Target]]], verify: str) -> Iterator[Job]:
         """Many slices (or jobs) as jobs, while they are planned; small cold ones are asked for now and done last.

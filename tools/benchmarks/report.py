@@ -25,8 +25,9 @@ Rendered by `tools/bench report` from {sources}; do not edit. Make your own with
 How it is measured:
 
 - The state is a transformer's fp32 parameters, 300 tensors in memory that has been touched before. Ranks stay alive
-  over all repetitions. In a repetition every system has its turn, in an order of its own, after the disk has had
-  nothing to do for 0.3 s; the first repetition is a warm-up, in which what was loaded is compared with what was saved,
+  over all repetitions. In a repetition every system has its turn, in an order of its own, after memory was put
+  together again (compacted: huge pages run out otherwise, with most of the memory free) and the disk has had nothing
+  to do for 0.3 s; the first repetition is a warm-up, in which what was loaded is compared with what was saved,
   and is not counted.
 - Tables give the median, and in brackets the smallest and largest repetition. *of raw* is the time of the raw limit
   divided by the system's time, medians of the same run. The raw limit is the same number of bytes through O_DIRECT

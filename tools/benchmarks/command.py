@@ -30,7 +30,7 @@ RECORD = {
 
 # A quick look takes a part of the size where the work is a multiple of it, and leaves out peers that need an
 # environment of their own: making one takes minutes, starting one longer than what it then does.
-QUICK_PARTS = {"save": 2, "reshard": 2, "async": 4, "relayout": 4, "mount": 2, "coldstart": 2, "slice": 2, "big": 4}
+QUICK_PARTS = {"save": 2, "reshard": 2, "async": 4, "relayout": 4, "mount": 4, "coldstart": 4, "slice": 4, "big": 4}
 _WITH_OURS = ["ckptfs", "DCP + ckptfs", "DCP", "torch.save", "safetensors", "TensorStore zarr3", "zarr-python"]
 QUICK_SYSTEMS = dict.fromkeys(["save", "reshard", "big"], _WITH_OURS) | {
     "small": ["ckptfs", "DCP", "safetensors"],  # thousands of files an array each take the others long

@@ -307,7 +307,7 @@ class Checkpoint(Mapping[str, Array]):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of arrays read from the store so far."""
+        """Bytes of arrays that came into this process's memory from the store; the page cache may have got more."""
         return self._reader.bytes_read
 
     def stream(

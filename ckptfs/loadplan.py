@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 4096  # what a disk and the page cache give at least
 GAP_BYTES = 32 << 10  # reading through a gap this small is cheaper than a second request
+DENSE_PAGES = 4  # where one page of so many is touched anyway, the page cache may get the others as well
+DENSE_FROM_BYTES = 1 << 20  # less is read into a buffer, with all that is between
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +68,41 @@ class Comb:
     dims: int  # each range is one index of this many leading dimensions
     run_bytes: int  # of every contiguous run inside
     bridged_bytes: int  # in gaps, beyond the pages that are touched anyway; all ranges together
+    passed_bytes: int  # the same of gaps between runs so dense that the page cache gets all of it; not counted above
 
 
-def comb(layout: Layout, inner: Box, allowance_bytes: int) -> Comb:
+def comb(layout: Layout, inner: Box, allowance_bytes: int, *, passing: bool = False) -> Comb:
     """How to read a (not empty) box of a block from a file: gaps are read through while they are few and small.
 
     A gap under a page costs nothing: its pages are touched anyway. Of larger ones, up to GAP_BYTES each, what is more
     than a page is counted, and at most `allowance_bytes` of that are read through; else every run is on its own.
+
+    passing: ranges are brought into the page cache, and only their runs copied from there. Then gaps that small cost
+    nothing either where a page of every DENSE_PAGES is touched anyway: the disk gives all pages sooner than some of
+    them one by one, and the machine's other ranks find theirs.
     """
     strides = [s * layout.itemsize for s in strides_of(layout.block)]
     counts = inner.shape
     k, n = run_shape(inner, layout.block)
     length = run_bytes = n * layout.itemsize
-    split, bridged = k, 0
+    split, bridged, passed = k, 0, 0
+    touched = length + PAGE_BYTES - 1  # bytes of the pages of one range, wherever it begins
     for d in range(k - 1, -1, -1):
         gap = strides[d] - length if counts[d] > 1 else 0
         more = max(0, gap - PAGE_BYTES + 1) * (counts[d] - 1) * prod(counts[:d])
-        if gap > GAP_BYTES or bridged + more > allowance_bytes:
+        if gap > GAP_BYTES:
             break
-        bridged += more
+        dense = touched * DENSE_PAGES >= strides[d] and strides[d] * counts[d] >= DENSE_FROM_BYTES
+        if bridged + more <= allowance_bytes:
+            bridged += more
+        elif passing and dense:
+            passed += more
+        else:
+            break
         length += (counts[d] - 1) * strides[d]
+        touched = min(touched * counts[d], length + PAGE_BYTES - 1)
         split = d
-    return Comb(length, split, run_bytes, bridged)
+    return Comb(length, split, run_bytes, bridged, passed)
 
 
 def starts_of(layout: Layout, inner: Box, dims: int) -> list[int]:

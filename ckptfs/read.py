@@ -17,13 +17,13 @@ from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ckptfs.box import Box, strides_of
+from ckptfs.box import Box, run_shape, strides_of
 from ckptfs.errors import CorruptError, MismatchError, NotFoundError
 from ckptfs.loadplan import PAGE_BYTES, Comb, Request, comb, requests, starts_of
 from ckptfs.manifest import HASH_BYTES, digest
@@ -352,18 +352,38 @@ class Reader:
         if high - low == out.nbytes and out.flags.c_contiguous:
             start = block * layout.block_bytes + low
             return self._parts(param, start, start + out.nbytes, out, check, held=self._holds(param, block, low, high))
-        if check and comb(layout, inner, 0).run_bytes >= param.shortest_extent:  # whole extents, to be checked
+        run_bytes = run_shape(inner, layout.block)[1] * layout.itemsize
+        if check and run_bytes >= param.longest_extent:  # whole extents, to be checked
             origin = layout.block_origin(block)
             return self._planned(param, [Target(inner.within([-at for at in origin]), out)], "extents")
         if self._holds(param, block, low, high):
-            count = min(_CORES, out.nbytes // _PART_BYTES)
-            bands = _cut(inner, out, count) if count > 1 else [(inner, out)]
-            return [(part.nbytes, partial(self._copy_box, param, block, band, part)) for band, part in bands]
-        return self._cold(param, block, inner, out, check=check)
+            parts = min(_CORES, out.nbytes // _PART_BYTES)
+            bands = _cut(inner, out, parts) if parts > 1 else [(inner, out)]
+            jobs: list[Job] = [(part.nbytes, partial(self._copy_box, param, block, band, part)) for band, part in bands]
+        else:
+            jobs = self._cold(param, block, inner, out)
+        if check and run_bytes >= param.shortest_extent:
+            return _and_then(jobs, partial(self._check_runs, param, block, inner, out))
+        return jobs
 
-    def _cold(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], *, check: bool) -> list[Job]:
-        """Several runs that are not in the page cache."""
-        found = comb(param.layout, inner, _allowance(param, inner))
+    def _check_runs(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any]) -> None:
+        """Check the extents that lie whole in a run of a box: a save may cut a few short."""
+        layout, table = param.layout, param.extents
+        dims, elements = run_shape(inner, layout.block)
+        run_bytes = elements * layout.itemsize
+        starts = np.array(starts_of(layout, inner, dims)) + block * layout.block_bytes
+        for number in np.flatnonzero(table.length <= run_bytes).tolist():
+            run = int(starts.searchsorted(table.start[number], "right")) - 1
+            low = int(table.start[number]) - int(starts[run])
+            if run >= 0 and low + int(table.length[number]) <= run_bytes:
+                data = np.ascontiguousarray(out[np.unravel_index(run, inner.shape[:dims])]).reshape(-1).view(np.uint8)
+                check_extent(param, number, data.data[low : low + int(table.length[number])], self.store.url)
+
+    def _cold(
+        self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], *, passing: bool = True
+    ) -> list[Job]:
+        """Several runs that are not in the page cache. passing: which may get all that lies between dense ones."""
+        found = comb(param.layout, inner, _allowance(param, inner) if passing else 0, passing=passing)
         if found.dims == 0:
             return self._bands(param, block, inner, out, found)
         if found.length >= _ALONE_BYTES or found.length > found.run_bytes:
@@ -372,7 +392,7 @@ class Reader:
                 at = tuple(a + i for a, i in zip(inner.start, index, strict=False))
                 one = Box((*at, *inner.start[found.dims :]), (*(i + 1 for i in at), *inner.stop[found.dims :]))
                 into = out[tuple(slice(i, i + 1) for i in index)]
-                jobs += self._of_block(param, block, one, into, check)
+                jobs += self._of_block(param, block, one, into, check=False)
             return jobs
         return self._runs(param, block, inner, out, found)
 
@@ -441,25 +461,28 @@ class Reader:
         if held:
             self.count(out.nbytes)
             return
-        for _, job in self._cold(param, block, inner, out, check=False):
+        for _, job in self._cold(param, block, inner, out):
             job()
 
     def _bands(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], found: Comb) -> list[Job]:
         """A box that is read with its gaps, in bands that several threads may bring."""
-        if found.length <= _SCRATCH_BYTES:
+        if found.length <= _SCRATCH_BYTES and not found.passed_bytes:
             return [(out.nbytes, partial(self._through_space, param, block, inner, out))]
         jobs = list(_cut(inner, out, _STREAMS if found.length > _STREAMS * _BAND_BYTES else 1))
-        gaps = found.bridged_bytes // len(jobs)
+        gaps = None if found.passed_bytes else found.bridged_bytes // len(jobs)
         return [(part.nbytes, partial(self._stream, param, block, box, part, gaps)) for box, part in jobs]
 
-    def _stream(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], gap_bytes: int) -> None:
-        """Band after band: many streams in one file would disturb the kernel's readahead."""
+    def _stream(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], gap_bytes: int | None) -> None:
+        """Band after band: many streams in one file would disturb the kernel's readahead.
+
+        gap_bytes: what counts as read beside the runs; None: nothing, and only the page cache may get what is between.
+        """
         low, high = _ends(param.layout, inner)
         bands = list(_cut(inner, out, -(-(high - low) // min(_BAND_BYTES, self.settings.io_bytes))))
         for band, part in bands:
-            self._band(param, block, band, part, gap_bytes // len(bands))
+            self._band(param, block, band, part, gap_bytes and gap_bytes // len(bands))
 
-    def _band(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], gap_bytes: int) -> None:
+    def _band(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], gap_bytes: int | None) -> None:
         layout = param.layout
         number, base = _place(layout, block)
         low, high = _ends(layout, inner)
@@ -467,11 +490,15 @@ class Reader:
         try:
             if file.populate(base + low, high - low):
                 np.copyto(out, _window(layout, file.bytes(), base + low, inner.shape))
-                self.count(out.nbytes + gap_bytes)
+                self.count(out.nbytes + (gap_bytes or 0))
                 return
         finally:
             self._opened().give(file)
-        self._through_space(param, block, inner, out)
+        if gap_bytes is None:
+            for _, job in self._cold(param, block, inner, out, passing=False):
+                job()
+        else:
+            self._through_space(param, block, inner, out)
 
     def _through_space(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any]) -> None:
         """A box with all its gaps, by way of a buffer."""
@@ -633,6 +660,18 @@ def _cut_run(param: Param, start: int, stop: int, part_bytes: int, check: bool) 
         count = max(1, round(count / pages)) * pages
     base = start // param.layout.block_bytes * param.layout.block_bytes if param.layout.many else 0
     return [(base + low, base + high) for low, high in cut(start - base, stop - base, count * grain)]
+
+
+def _and_then(jobs: list[Job], last: Callable[[], None]) -> list[Job]:
+    """The same jobs, for any threads; the one that is done last does one thing more."""
+    left = count(len(jobs) - 1, -1)
+
+    def one(job: Callable[[], None]) -> None:
+        job()
+        if next(left) == 0:
+            last()
+
+    return [(nbytes, partial(one, job)) for nbytes, job in jobs]
 
 
 def _allowance(param: Param, inner: Box) -> int:

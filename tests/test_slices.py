@@ -23,6 +23,7 @@ from ckptfs.errors import CorruptError, MismatchError, NotFoundError, StaleError
 from ckptfs.grid import Layout
 from ckptfs.ranks import Group
 from ckptfs.read import contiguous
+from ckptfs.storage.pagecache import OpenFile
 
 RELAXED = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -331,10 +332,11 @@ def test_a_tensor_parallel_rank_reads_its_share(tmp_path, ranks, dim):
             assert np.array_equal(ck["w"].numpy(index), part.numpy())
 
 
-@pytest.mark.parametrize("shape", [(1 << 16, 128), (1024, 8192), (256, 32768)])
+@pytest.mark.parametrize("shape", [(1 << 16, 128), (4096, 2880), (1024, 8192), (256, 32768)])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_cold_columns_of_rows_read_their_share(tmp_path, shape, ranks):
-    """Rows shorter than a page, gaps that could be read through, and wide ones: 1/k, and one extent for each edge."""
+    """Rows shorter than a page, dense and sparse gaps that could be read through, and wide ones: what is counted (what
+    the process copies, with what lies between in its buffers) is 1/k, and one extent for each edge."""
     whole = torch.arange(prod(shape), dtype=torch.int32).reshape(shape)
     ckptfs.Run(tmp_path / "run").save(1, {"w": whole})
     ck = ckptfs.Run(tmp_path / "run")[1]
@@ -347,6 +349,42 @@ def test_cold_columns_of_rows_read_their_share(tmp_path, shape, ranks):
         assert read <= whole.numel() * 4 // ranks + (1 if r in (0, ranks - 1) else 2) * extent
         assert np.array_equal(out, whole.numpy()[index])
         ck.close()  # lets go of the mapping, so that the next rank is cold
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_extents_that_a_save_cut_short_are_checked_and_cost_no_share(tmp_path, cold):
+    """Two of 2 KiB among those of 1 MiB: quarters of the rows may hold one whole, and still read a quarter."""
+    whole = np.random.default_rng(4).integers(0, 256, (2442, 12288), np.uint8)
+    ckptfs.Run(tmp_path / "run").save(1, {"w": whole})
+    ck = ckptfs.Run(tmp_path / "run")[1]
+    param = ck["w"].param
+    short = np.flatnonzero(param.extents.length == 2048)
+    assert short.size
+    quarters = [(slice(None), slice(start, start + 3072)) for start in range(0, 12288, 3072)]
+    for out in (np.zeros((2442, 3072), np.uint8), np.zeros((3072, 2442), np.uint8).T):
+        for index in quarters:
+            if cold:
+                ck.close()
+                evict(ck, "w")
+            read_bytes = bytes_of(ck, lambda i=index, o=out: ck["w"].read(i, out=o))
+            assert read_bytes <= whole.nbytes // 4 + 2 * param.longest_extent
+            assert np.array_equal(out, whole[index])
+    start = int(param.extents.start[short[0]])
+    with open(f"{ck.url}/{param.file(0)}", "r+b") as file:
+        file.seek(start)
+        file.write(bytes(255 - byte for byte in whole.reshape(-1)[start : start + 9].tobytes()))
+        os.fsync(file.fileno())
+    held = [start % 12288 >= i.start and start % 12288 + 2048 <= i.stop for _, i in quarters]
+    assert sum(held) == 1
+    for index, damaged in zip(quarters, held, strict=True):
+        if cold:
+            ck.close()
+            evict(ck, "w")
+        if damaged:
+            with pytest.raises(CorruptError, match=f"extent {short[0]} "):
+                ck["w"].numpy(index)
+        else:
+            ck["w"].numpy(index)
 
 
 def evict(ck, name):
@@ -408,6 +446,9 @@ def test_every_way_to_read_a_box(scattered, data):
             patch.setattr(read, name, value)
         patch.setattr(loadplan, "GAP_BYTES", gap_bytes)
         patch.setattr(loadplan, "PAGE_BYTES", page_bytes)
+        patch.setattr(loadplan, "DENSE_FROM_BYTES", data.draw(st.sampled_from([1, 1 << 20])))
+        if data.draw(st.booleans()):
+            patch.setattr(OpenFile, "populate", lambda *_: False)  # a kernel before 5.14
         patch.setattr(checkpoint, "AT_HAND_BYTES", data.draw(st.sampled_from([0, 8 << 20])))
         if data.draw(st.booleans()):
             ck.close()
@@ -432,7 +473,9 @@ def test_a_comb_has_all_of_a_box_and_few_gaps(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loadplan, "GAP_BYTES", gap := data.draw(st.integers(0, 40)))
         patch.setattr(loadplan, "PAGE_BYTES", page := data.draw(st.integers(1, 20)))
-        comb = loadplan.comb(layout, box, allowance)
+        patch.setattr(loadplan, "DENSE_PAGES", dense := data.draw(st.integers(1, 6)))
+        patch.setattr(loadplan, "DENSE_FROM_BYTES", data.draw(st.integers(0, 60)))
+        comb = loadplan.comb(layout, box, allowance, passing=(passing := data.draw(st.booleans())))
     starts = loadplan.starts_of(layout, box, comb.dims)
     wanted = {
         int(np.ravel_multi_index(tuple(a + i for a, i in zip(box.start, at, strict=True)), block)) * 2 + byte
@@ -445,8 +488,24 @@ def test_a_comb_has_all_of_a_box_and_few_gaps(data):
     edges = sorted(wanted)
     gaps = [b - a - 1 for a, b in itertools.pairwise(edges) if b > a + 1 and a + 1 in set(covered)]
     assert all(one <= gap for one in gaps)
-    assert sum(max(0, one - page + 1) for one in gaps) == comb.bridged_bytes <= allowance
+    assert sum(max(0, one - page + 1) for one in gaps) == comb.bridged_bytes + comb.passed_bytes
+    assert comb.bridged_bytes <= allowance
+    if comb.passed_bytes:  # the page cache gets `dense` times the pages of the runs at most
+        assert passing
+        pages_bytes = len(wanted) // comb.run_bytes * (comb.run_bytes + page - 1)
+        assert len(covered) <= dense * pages_bytes + comb.bridged_bytes
     assert comb.length % comb.run_bytes == 0 or gaps
+
+
+def test_what_is_dense_in_each_dimension_may_be_sparse_in_all(monkeypatch):
+    """A quarter of what is between the rows, a third of the rows: a twelfth."""
+    for name, value in {"PAGE_BYTES": 1, "DENSE_PAGES": 4, "DENSE_FROM_BYTES": 0}.items():
+        monkeypatch.setattr(loadplan, name, value)
+    layout = Layout((3, 40, 4), 2, (3, 40, 4), (3, 40, 4))
+    found = loadplan.comb(layout, Box((0, 0, 0), (3, 12, 1)), 0, passing=True)
+    assert (found.dims, found.length, found.passed_bytes) == (1, 11 * 8 + 2, 3 * 11 * 6)
+    assert loadplan.comb(layout, Box((0, 0, 0), (3, 40, 1)), 0, passing=True).dims == 0
+    assert loadplan.comb(layout, Box((0, 0, 0), (3, 40, 1)), 0).dims == 2
 
 
 def test_many_slices_at_once(scattered):

@@ -12,6 +12,7 @@ Rules:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
 import time
@@ -20,12 +21,12 @@ import weakref
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckptfs.errors import CkptError, MismatchError, SaveError
+from ckptfs.pace import step_back
 from ckptfs.ranks.kv import Pauses
 from ckptfs.stage import storage_addresses
-from ckptfs.write import step_back
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ckptfs.ranks import Group
     from ckptfs.save import Result, Saver
@@ -78,7 +79,7 @@ class Save:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the step is committed; False after `timeout` seconds. Raises what it has failed with."""
-        ended = self._done.wait(timeout)
+        ended = self.ended(timeout)
         if ended and self._error is not None:
             self._raise()
         return ended
@@ -98,7 +99,12 @@ class Save:
         if error is None:
             self.wait()
         else:  # what went wrong inside matters more; a failure of the save is told later
-            self._done.wait()
+            self.ended()
+
+    def ended(self, timeout: float | None = None) -> bool:
+        """Wait for its end, whatever that is; meanwhile it hurries."""
+        with self._saver.pace.hurry():
+            return self._done.wait(timeout)
 
     def _raise(self) -> None:
         self.seen = True
@@ -109,6 +115,10 @@ class Save:
 
     def run(self, value: object) -> Result:
         """Everything, in this thread."""
+        with self._saver.pace.hurry():
+            return self._run(value)
+
+    def _run(self, value: object) -> Result:
         self._saver.keeps_tensors = True
         try:
             self._saver.describe(value)
@@ -148,7 +158,7 @@ class Save:
             step_back()
             try:
                 if previous is not None:
-                    previous._done.wait()  # noqa: SLF001
+                    previous.ended()
                 if not self._staged.is_set():
                     self._copy()
                 if not self.done:  # others may have finished it without this rank
@@ -176,12 +186,19 @@ class Save:
     def hold(self) -> None:
         """What runs before an update: waits until the tensors may change. A failed save holds nobody."""
         self._wanted.set()
-        with self.blocking():
-            self._staged.wait()
+        if not self._staged.is_set():
+            with self.blocking():
+                self._staged.wait()
 
-    def blocking(self) -> _Waiting:
-        """For a block of code that holds up training because of this save."""
-        return _Waiting(self)
+    @contextlib.contextmanager
+    def blocking(self) -> Iterator[None]:
+        """For a block of code that holds up training because of this save: it hurries, and the time is counted."""
+        began = time.perf_counter()
+        try:
+            with self._saver.pace.hurry():
+                yield
+        finally:
+            self._blocked_s += time.perf_counter() - began
 
     @property
     def error(self) -> BaseException | None:
@@ -226,19 +243,6 @@ class Save:
         raise self._error from cause
 
 
-class _Waiting:
-    """Counts the time its block takes as time that training was held up."""
-
-    def __init__(self, save: Save) -> None:
-        self._save = save
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self._save._blocked_s += time.perf_counter() - self._began  # noqa: SLF001
-
-
 # --- the order of a run's saves --------------------------------------------------------------------------
 
 
@@ -257,7 +261,7 @@ class Background:
     def wait_idle(self) -> None:
         """Until nothing is under way; failures are not raised here."""
         if self._last is not None:
-            self._last._done.wait()  # noqa: SLF001
+            self._last.ended()
             if self._last._thread is not None:  # noqa: SLF001
                 self._last._thread.join()  # noqa: SLF001
 

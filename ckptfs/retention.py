@@ -19,7 +19,7 @@ from ckptfs import commit
 from ckptfs.errors import CkptError, MismatchError, NotFoundError
 from ckptfs.manifest import NAME as MANIFEST
 from ckptfs.manifest import digest
-from ckptfs.write import let_others_in, step_back
+from ckptfs.pace import let_others_in, step_back
 
 if TYPE_CHECKING:
     from ckptfs.storage import Store

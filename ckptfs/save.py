@@ -24,12 +24,13 @@ from ckptfs.codec import pays, sample_ranges
 from ckptfs.errors import CkptError, ExistsError, MismatchError, SaveError, StorageError
 from ckptfs.manifest import digest
 from ckptfs.meet import UNFIT, Description, PlanCache, agree
+from ckptfs.pace import Pace, let_others_in
 from ckptfs.ranks import Group, Round, Timeouts, blame, typical
 from ckptfs.ranks.round import LeaderRound
 from ckptfs.report import pack_report, unpack_report
 from ckptfs.shards import as_numpy, hold, tie
 from ckptfs.stage import Pools, Stager, StagingPool, Started, copies_of_unowned, jobs_of
-from ckptfs.write import Pipeline, let_others_in
+from ckptfs.write import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -92,6 +93,7 @@ class Saver:
         self.copy_first = False  # copy before writing: training waits for the copy alone
         self.keeps_tensors = False  # the caller's tensors stay as they are until the verdict
         self.hurry: Callable[[], bool] = lambda: True  # whether anybody waits for the copies
+        self.pace = Pace(settings.background_bytes_per_s)
         self.phases: dict[str, float] = {}
         self.notes: list[str] = []
         self._unfit: Exception | None = None
@@ -308,6 +310,7 @@ class Saver:
             check=self._check,
             copy_first=self.copy_first,
             background=not self.keeps_tensors,  # else the caller waits
+            pace=self.pace,
         )
 
     def _spare_jobs(self) -> list[Job]:
@@ -339,7 +342,8 @@ class Saver:
         if self._fetcher is not None:
             self._fetcher.close()
         if self._holder is not None and not self.keeps_tensors:
-            self._let_go(self._holder, self._pool)
+            with self.pace.hurry():  # buffers become free by being written
+                self._let_go(self._holder, self._pool)
         if self._spare is not None:
             hurry = self.hurry if self.settings.takeover == "free" else lambda: False
             self._spare.fill(self._spare_jobs(), self._stager, hurry)

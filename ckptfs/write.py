@@ -7,7 +7,6 @@ reaches the caller of `finish`; after the first one the others stop early.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import time
@@ -17,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from ckptfs import zarr3
 from ckptfs.errors import CkptError, StorageError
 from ckptfs.manifest import digest
+from ckptfs.pace import Pace, let_others_in, spare_cores, step_back
 from ckptfs.ranges import cut
 from ckptfs.report import Written
 from ckptfs.storage.directio import DirectWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from ckptfs.saveplan import Array, SavePlan
@@ -31,57 +31,8 @@ if TYPE_CHECKING:
     from ckptfs.storage import LocalStore, Store
 
 
-_NICE = 10  # of background threads, beside a loop at 0
-_BESIDE_ALL = 4  # writers beside training on every core
-_PAUSE_S, _LONG_S, _RARELY = 1e-4, 1e-3, 20
 _SHORT_BYTES = 1 << 20  # what is written faster than others wake up
 _TELLING_BYTES = 16 << 20  # the rate of fewer says more about the moment than about the target
-
-
-def spare_cores() -> int:
-    """How many cores a rank has besides the one that it computes on."""
-    return len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1) - 1
-
-
-def threads_beside(training: bool, wanted: int) -> int:
-    """How many writers there are: beside training two for each spare core, or few where there is none.
-
-    Each takes the interpreter now and then, and a loop waits for it. Beside a loop of matrix products on one of two
-    cores, two writers saved 1 GiB in 0.85 s and cost it 4 % (mean of nine), four in 0.81 s and 12 %.
-    """
-    return min(wanted, 2 * max(0, spare_cores()) or _BESIDE_ALL) if training else wanted
-
-
-def step_back() -> None:
-    """Let other threads have this one's core first, if this rank has a second one.
-
-    Where every core computes, saves would starve: they took twice as long for nothing. No further than this, also where
-    a thread was begun by one that had stepped back: among ten processes on two cores, a lazy save of 512 MiB
-    took 2 to 4 s with nice 10, 13 and 17 s with 19. Beside one loop alone there was no difference.
-    """
-    if spare_cores() < 1:
-        return
-    usual = os.getpriority(os.PRIO_PROCESS, os.getpid())  # the main thread's: others may have stepped back already
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, usual + _NICE))
-
-
-_own = threading.local()  # until when a thread makes no more pauses
-
-
-def let_others_in() -> None:
-    """Leave the interpreter to a thread that waits for it: for loops of short calls in the background.
-
-    A call that gives up the interpreter for microseconds lets nobody in: who waits takes 50 µs to wake up, finds it
-    taken again, and does not ask for it before 5 ms without any such call. Beside 600 calls in a row a loop stood still
-    for 20 ms. Where others want the cores, a pause can take as long as they like: then there are few of them.
-    """
-    began = time.perf_counter()
-    if began < getattr(_own, "until", 0.0):
-        return
-    time.sleep(_PAUSE_S)
-    took_s = time.perf_counter() - began
-    _own.until = began + _RARELY * took_s if took_s > _LONG_S else 0.0
 
 
 class Files:
@@ -219,6 +170,35 @@ def _index(array: Array, file: int, stored: list[int] | None = None) -> bytes:
     return zarr3.shard_index(array.layout.index_entries(file, stored))
 
 
+class _Clock:
+    """Bytes, and how long at least one thread was at them: the rate does not depend on how many there are."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes = self._threads = 0
+        self._since = self._spent_s = 0.0
+
+    @contextlib.contextmanager
+    def counting(self, nbytes: int) -> Iterator[None]:
+        with self._lock:
+            if not self._threads:
+                self._since = time.perf_counter()
+            self._threads += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._threads -= 1
+                self._bytes += nbytes
+                if not self._threads:
+                    self._spent_s += time.perf_counter() - self._since
+
+    def rate(self) -> float:
+        """Bytes per second; 0 if there were too few to tell anything."""
+        with self._lock:
+            return self._bytes / self._spent_s if self._bytes >= _TELLING_BYTES and self._spent_s else 0.0
+
+
 class Pipeline:
     """One rank's writes. `feed` every job, then `finish`."""
 
@@ -235,14 +215,17 @@ class Pipeline:
         check: Callable[[], None] = lambda: None,
         copy_first: bool = False,  # write when all is copied or no buffer is left: who copies is in a hurry
         background: bool = False,  # something else goes on meanwhile: leave it the processor
+        pace: Pace | None = None,
     ) -> None:
         self._background = background
+        self._pace = pace or Pace()
         self._store, self._plan, self._stager, self._pool = store, plan, stager, pool
         self._progress, self._check = progress, check
         self.written: list[Written] = []
         self.raw_bytes = self.stored_bytes = 0
         self.codec_s = 0.0
-        self._spent = {"memory": [0, 0.0], "store": [0, 0.0]}  # bytes and seconds, summed over threads
+        self._copied = _Clock()
+        self._stored = _Clock()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[Job, Any, list[Any]] | None] = queue.SimpleQueue()
@@ -264,7 +247,7 @@ class Pipeline:
         # No more threads than there are jobs: a tiny save starts one.
         self._threads = [
             threading.Thread(target=self._run, name=f"ckptfs-write-{i}", daemon=True)
-            for i in range(max(1, min(threads_beside(background, settings.write_threads), len(jobs))))
+            for i in range(max(1, min(settings.write_threads, len(jobs))))
         ]
         for thread in self._threads:
             thread.start()
@@ -274,10 +257,8 @@ class Pipeline:
         self.raise_if_broken()
         buffer = self._acquire()
         try:
-            with self._copy_turns:
-                begin = time.perf_counter()
+            with self._copy_turns, self._copied.counting(job.nbytes):
                 events = self._stager.copy(job, buffer)
-                self._spend("memory", job.nbytes, begin)
         except BaseException:
             self._pool.release(buffer)
             raise
@@ -288,12 +269,15 @@ class Pipeline:
         self._queue.put((job, buffer, events))
 
     def _acquire(self) -> Any:
-        while True:
-            try:
-                return self._pool.acquire(1.0 if self._go.is_set() else 0.0)
-            except StorageError:
-                self.go()
-                self.raise_if_broken()  # else: just a slow store
+        with contextlib.suppress(StorageError):
+            return self._pool.acquire(0.0)
+        self.go()
+        with self._pace.hurry():  # buffers become free by being written
+            while True:
+                try:
+                    return self._pool.acquire(1.0)
+                except StorageError:
+                    self.raise_if_broken()  # else: just a slow store
 
     def go(self) -> None:
         """Everything is copied: write, if that has not begun yet."""
@@ -312,7 +296,7 @@ class Pipeline:
     def cancel(self, error: BaseException) -> None:
         """End the threads, leaving what is not written yet."""
         self._error = self._error or error
-        with contextlib.suppress(CkptError):
+        with contextlib.suppress(CkptError), self._pace.hurry():
             self.stop()
 
     def finish(self) -> None:
@@ -367,9 +351,9 @@ class Pipeline:
             with self._turns:
                 hashes = [digest(view[a - part.start : b - part.start]) for a, b in cut(part.start, part.stop, size)]
             assert self.files is not None  # files that several ranks share are planned for positional stores only
-            begin = time.perf_counter()
-            self.files.write(part, view)
-            self._spend("store", len(view), begin)
+            self._pace.turn(len(view), self.raise_if_broken)
+            with self._stored.counting(len(view)):
+                self.files.write(part, view)
             stored = len(view)
         with self._lock:
             self.written.append(Written(part.array, part.start, part.stop, lengths, b"".join(hashes)))
@@ -377,20 +361,10 @@ class Pipeline:
             self.stored_bytes += stored
         self._progress(self.raw_bytes)
 
-    def _spend(self, target: str, nbytes: int, since: float) -> None:
-        took_s = time.perf_counter() - since
-        with self._lock:
-            spent = self._spent[target]
-            spent[0], spent[1] = spent[0] + nbytes, spent[1] + took_s
-
     def rates(self) -> dict[str, float]:
-        """Bytes per second that one thread got from this host's memory, and into the store, if they tell anything."""
-        with self._lock:
-            return {
-                target: nbytes / took_s
-                for target, (nbytes, took_s) in self._spent.items()
-                if nbytes >= _TELLING_BYTES and took_s
-            }
+        """Bytes per second out of this host's memory and into the store, if they tell anything."""
+        found = {"memory": self._copied.rate(), "store": self._stored.rate()}
+        return {target: rate for target, rate in found.items() if rate}
 
     def _write_block(self, array: Array, part: Part, view: memoryview) -> tuple[list[int] | None, list[bytes], int]:
         """A block as a file of its own: its chunks (compressed or not), then their index."""
@@ -414,11 +388,11 @@ class Pipeline:
         if layout.sharded:
             body = bytes(body) + _index(array, block, lengths)
         path = f"{zarr3.path_of_name(array.name)}/{layout.key(block)}"
-        begin = time.perf_counter()
-        if self._store.positional:
-            self._store.make_dirs(zarr3.path_of_name(array.name))  # type: ignore[attr-defined]
-            self._store.write_unsynced(path, body)  # type: ignore[attr-defined]
-        else:
-            self._store.write(path, body)
-        self._spend("store", len(body), begin)
+        self._pace.turn(len(body), self.raise_if_broken)
+        with self._stored.counting(len(body)):
+            if self._store.positional:
+                self._store.make_dirs(zarr3.path_of_name(array.name))  # type: ignore[attr-defined]
+                self._store.write_unsynced(path, body)  # type: ignore[attr-defined]
+            else:
+                self._store.write(path, body)
         return lengths, hashes, len(body)

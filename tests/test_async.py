@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ckptfs
-from ckptfs import asyncsave, retention, write
+from ckptfs import asyncsave, pace, retention, write
 from ckptfs import run as run_module
 from ckptfs.errors import CkptError, ExistsError, MismatchError, SaveError, StorageError
 from ckptfs.ranks import Group
@@ -369,7 +369,7 @@ def test_background_threads_step_back_equally_far_where_there_is_a_second_core(t
             self._note()
             return super().unlink(path)
 
-    monkeypatch.setattr(write, "spare_cores", lambda: spare)
+    monkeypatch.setattr(pace, "spare_cores", lambda: spare)
     training = Training(0)
     with ckptfs.Run(LocalStore(tmp_path, ops=Watched()), settings=TIGHT, keep_last=1) as run:
         for step in range(2):
@@ -424,10 +424,10 @@ def test_pauses_are_rare_where_they_take_long(monkeypatch):
     def pauses_of(pause_takes, turns):
         clock = Clock()
         clock.pause_takes = pause_takes
-        monkeypatch.setattr(write, "time", clock)
-        monkeypatch.setattr(write, "_own", threading.local())
+        monkeypatch.setattr(pace, "time", clock)
+        monkeypatch.setattr(pace, "_own", threading.local())
         for _ in range(turns):
-            write.let_others_in()
+            pace.let_others_in()
             clock.now += 1e-4  # the work between
         return clock.pauses, clock.now
 

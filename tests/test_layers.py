@@ -20,7 +20,7 @@ ROWS = [
     "run signals training watch diff verify stats safe_open",
     "checkpoint save asyncsave takeover retention load view stream shared_reads",
     "write commit read lease meet handover",
-    "stage ranks storage zarr_dtypes zarr_plugin maps progress",
+    "stage pace ranks storage zarr_dtypes zarr_plugin maps progress",
     "array",
     "shards",
     "tree tags report saveplan loadplan parties mesh ranges",  # from here on: pure

@@ -332,6 +332,7 @@ class Pipeline:
                     event.synchronize()
                 if self._error is None:
                     self.raise_if_broken()
+                    self._pace.turn(job.nbytes, self.raise_if_broken)
                     for part in job.parts:
                         self._write(part, buffer.view[part.at : part.at + part.stop - part.start])
                         if self._background and part.stop - part.start < _SHORT_BYTES:
@@ -351,7 +352,6 @@ class Pipeline:
             with self._turns:
                 hashes = [digest(view[a - part.start : b - part.start]) for a, b in cut(part.start, part.stop, size)]
             assert self.files is not None  # files that several ranks share are planned for positional stores only
-            self._pace.turn(len(view), self.raise_if_broken)
             with self._stored.counting(len(view)):
                 self.files.write(part, view)
             stored = len(view)
@@ -388,7 +388,6 @@ class Pipeline:
         if layout.sharded:
             body = bytes(body) + _index(array, block, lengths)
         path = f"{zarr3.path_of_name(array.name)}/{layout.key(block)}"
-        self._pace.turn(len(body), self.raise_if_broken)
         with self._stored.counting(len(body)):
             if self._store.positional:
                 self._store.make_dirs(zarr3.path_of_name(array.name))  # type: ignore[attr-defined]

@@ -456,7 +456,7 @@ def test_host_and_store_are_told_apart():
     one_host = blame(good | {4: {"memory": 4e8, "store": 4e7}}, hosts, fast)
     assert one_host.splitlines() == [
         "rank 4 on b is slow against every target",
-        " GB/s a thread   memory    store",
+        "          GB/s   memory    store",
         "        rank 0        4      0.4",
         "        rank 1        4      0.4",
         "        rank 2        4      0.4",
@@ -467,7 +467,7 @@ def test_host_and_store_are_told_apart():
         "rank 4 on b is slow against store only\n"
     )
     slow_store = {rank: {"memory": 4e9, "store": 4e7} for rank in range(4)}
-    assert blame(slow_store, hosts, fast).startswith("store is slow for all ranks: 0.04 GB/s a thread, 0.4 before\n")
+    assert blame(slow_store, hosts, fast).startswith("store is slow for all ranks: 0.04 GB/s, 0.4 before\n")
     assert blame(slow_store, hosts, {}) == ""  # nothing to compare with
     assert blame({0: {"store": 1e8}}, hosts, fast) == ""  # ranks that hold nothing say nothing
 

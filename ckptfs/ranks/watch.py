@@ -178,7 +178,7 @@ def blame(
     targets = sorted({target for of in rates.values() for target in of})
     medians = {target: statistics.median(of[target] for of in rates.values() if target in of) for target in targets}
     faults = [
-        f"{target} is slow for all ranks: {rate_text(medians[target])} GB/s a thread, {rate_text(usual[target])} before"
+        f"{target} is slow for all ranks: {rate_text(medians[target])} GB/s, {rate_text(usual[target])} before"
         for target in targets
         if medians[target] * 2 * times < usual.get(target, 0.0)  # the whole machine is busy more often than one host
     ]
@@ -192,7 +192,7 @@ def blame(
     if not faults:
         return ""
     shown = sorted({*suspects, *sorted(rates)[:4]})[:16]
-    table = [f"{'GB/s a thread':>14}" + "".join(f"{target:>9}" for target in targets)]
+    table = [f"{'GB/s':>14}" + "".join(f"{target:>9}" for target in targets)]
     for rank in shown:
         cells = "".join(f"{rate_text(rates[rank][t]) if t in rates[rank] else '-':>9}" for t in targets)
         table.append(f"{f'rank {rank}':>14}{cells}")

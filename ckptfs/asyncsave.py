@@ -12,7 +12,6 @@ Rules:
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import threading
 import time
@@ -21,12 +20,12 @@ import weakref
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckptfs.errors import CkptError, MismatchError, SaveError
-from ckptfs.pace import step_back
+from ckptfs.pace import Pace, step_back
 from ckptfs.ranks.kv import Pauses
 from ckptfs.stage import storage_addresses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from ckptfs.ranks import Group
     from ckptfs.save import Result, Saver
@@ -115,11 +114,8 @@ class Save:
 
     def run(self, value: object) -> Result:
         """Everything, in this thread."""
-        with self._saver.pace.hurry():
-            return self._run(value)
-
-    def _run(self, value: object) -> Result:
         self._saver.keeps_tensors = True
+        self._saver.pace = Pace()  # the caller waits
         try:
             self._saver.describe(value)
             self._copy()
@@ -186,19 +182,12 @@ class Save:
     def hold(self) -> None:
         """What runs before an update: waits until the tensors may change. A failed save holds nobody."""
         self._wanted.set()
-        if not self._staged.is_set():
-            with self.blocking():
-                self._staged.wait()
+        with self.blocking():
+            self._staged.wait()
 
-    @contextlib.contextmanager
-    def blocking(self) -> Iterator[None]:
-        """For a block of code that holds up training because of this save: it hurries, and the time is counted."""
-        began = time.perf_counter()
-        try:
-            with self._saver.pace.hurry():
-                yield
-        finally:
-            self._blocked_s += time.perf_counter() - began
+    def blocking(self) -> _Waiting:
+        """For a block of code that holds up training because of this save."""
+        return _Waiting(self)
 
     @property
     def error(self) -> BaseException | None:
@@ -241,6 +230,19 @@ class Save:
         if self._error is cause:
             raise cause
         raise self._error from cause
+
+
+class _Waiting:
+    """Counts the time its block takes as time that training was held up."""
+
+    def __init__(self, save: Save) -> None:
+        self._save = save
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self._save._blocked_s += time.perf_counter() - self._began  # noqa: SLF001
 
 
 # --- the order of a run's saves --------------------------------------------------------------------------

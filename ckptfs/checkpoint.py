@@ -108,11 +108,12 @@ class Array(LazyArray):
             if type(item) is not slice and type(item) is not int and item is not Ellipsis and item is not None:
                 return None
         try:
-            part = window.data[index]
+            part: Data = window.data[index]
+            if type(part) is not np.ndarray:  # a single element, which a view can be as well
+                part = window.data[(*index, ...) if type(index) is tuple else (index, ...)]
         except (IndexError, TypeError, ValueError):
             return None  # the long way says what is wrong
-        # A single element, or more than one thread should copy, is not at hand.
-        return part if type(part) is np.ndarray and part.nbytes <= AT_HAND_BYTES else None
+        return part if part.nbytes <= AT_HAND_BYTES else None  # more is to be copied by more than one thread
 
     def _look(self) -> Window | None:
         """A window, if the array is in the page cache; what is not there is not asked for again at once."""

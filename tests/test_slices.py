@@ -306,6 +306,19 @@ def test_wide_steps_read_only_their_rows(big):
     assert bytes_of(ck, lambda: ck["w"][::-8]) == whole[::8].numel() * 4
 
 
+def test_a_single_element_is_four_bytes_and_an_array_without_dimensions(big):
+    ck, whole = big
+    for _ in range(2):  # from the second time on by way of the page cache
+        for index in ((3, -5), (3, ..., -5), (np.int64(3), 16379)):
+            assert bytes_of(ck, lambda i=index: ck["w"].numpy(i)) == 4
+            found, out = ck["w"].numpy(index), torch.zeros((), dtype=torch.int32)
+            assert (type(found), found.shape, found.dtype, found.item()) == (np.ndarray, (), "i4", 4 * 16384 - 5)
+            assert ck["w"].read(index, out=out).item() == ck["w"][index].item() == whole[3, -5]
+        with pytest.raises(IndexError, match="out of bounds"):
+            ck["w"][3, 16384]
+        ck["w"].numpy()
+
+
 def test_nothing_is_read_for_nothing(big):
     ck, _ = big
     assert bytes_of(ck, lambda: ck["w"][5:5]) == 0

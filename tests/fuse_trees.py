@@ -13,7 +13,7 @@ import sys
 PIECE_BYTES = 70_001  # an odd size, so that pieces begin anywhere in a page
 
 
-def segmented(folder, blocking=False, immutable=True):
+def segmented(folder, blocking=False, immutable=True, piece_bytes=PIECE_BYTES):
     """The folder, with each file as a concatenation of ranges of itself; `blocking`: every other piece is computed."""
     from ckptfs.views.nodes import Dir, Link
 
@@ -24,18 +24,18 @@ def segmented(folder, blocking=False, immutable=True):
         if stat.S_ISLNK(found.st_mode):
             children[name] = Link(os.readlink(path), mtime_ns=found.st_mtime_ns)
         elif stat.S_ISDIR(found.st_mode):
-            children[name] = segmented(path, blocking, immutable)
+            children[name] = segmented(path, blocking, immutable, piece_bytes)
         else:
-            children[name] = _in_pieces(path, found, blocking)
+            children[name] = _in_pieces(path, found, blocking, piece_bytes)
     return Dir(children, immutable=immutable, mtime_ns=os.stat(folder).st_mtime_ns)
 
 
-def _in_pieces(path, found, blocking):
+def _in_pieces(path, found, blocking, piece_bytes):
     from ckptfs.views.nodes import Computed, Range, SegmentsFile
 
     pieces = []
-    for index, start in enumerate(range(0, found.st_size, PIECE_BYTES)):
-        length = min(PIECE_BYTES, found.st_size - start)
+    for index, start in enumerate(range(0, found.st_size, piece_bytes)):
+        length = min(piece_bytes, found.st_size - start)
         is_computed = blocking and index % 2
         pieces.append(Computed(length, _reader(path, start)) if is_computed else Range(path, start, length))
     return SegmentsFile(pieces, version=path, mtime_ns=found.st_mtime_ns)

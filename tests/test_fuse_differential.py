@@ -20,6 +20,8 @@ LOCAL, SEGMENTED = "ckptfs.views.nodes:LocalTree", "fuse_trees:segmented"
 WAYS = {
     "native-passthrough": ("native", LOCAL, {}, MountOptions()),
     "native-cached": ("native", LOCAL, {}, MountOptions(passthrough=False)),
+    "native-segmented": ("native", SEGMENTED, {}, MountOptions()),
+    "native-many-pieces": ("native", SEGMENTED, {"piece_bytes": 3_001}, MountOptions()),  # more than a pipe takes
     "native-direct": ("native", SEGMENTED, {}, MountOptions(direct_io=True)),
     "native-materialised": (
         "native",

@@ -48,6 +48,12 @@ def takes_direct_requests(path):
     return True
 
 
+def knows_what_is_cached(path):
+    with open(path, "rb") as file:
+        file.read()
+        return mapped.is_cached(file.fileno(), 0, SIZE)
+
+
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     path = tmp_path_factory.mktemp("mapped") / "file"
@@ -71,6 +77,27 @@ def test_a_cold_file_is_read_past_the_page_cache_and_given_up_piece_by_piece(sto
     # The end is too short for a request of its own, and came through the page cache.
     assert [memory for memory, _, _ in file.parts(SIZE - 70_001, 70_001)] == [None]
     assert file._windows == {}
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_only_what_the_page_cache_has_is_said_to_be_there(stored, in_pieces):
+    path, expected = stored
+    if not takes_direct_requests(path) or not knows_what_is_cached(path):
+        pytest.skip("this file system refuses direct requests, or this kernel does not say what is cached")
+    file = SegmentsFile([Range(str(path), 0, SIZE)], version="1") if in_pieces else BackingFile(path)
+    with file.open() as reader:
+        ((_, *where),) = reader.cached(0, SIZE)
+        assert where == [0, SIZE]
+        forget(path)
+        assert reader.cached(100, 1) is None
+        reader.prefetch(0, WINDOW_BYTES)
+        assert b"".join(reader.lend(0, 10)) == expected[:10]  # it is read ahead now, past the page cache
+        with open(path, "rb") as other:
+            other.read()
+        assert reader.cached(WINDOW_BYTES, 100) is not None
+        assert reader.cached(WINDOW_BYTES - 1, 100) is None  # the window is to be handed out, and given up
+        assert b"".join(reader.lend(10, WINDOW_BYTES - 10)) == expected[10:WINDOW_BYTES]
+        assert reader.cached(WINDOW_BYTES - 1, 100) is not None
 
 
 def test_what_is_cached_is_taken_from_there(stored):

@@ -62,6 +62,11 @@ def test_segments_read_like_the_bytes_they_stand_for(stored, data):
         lent = reader.lend(offset, len(expected[offset : offset + length]))
         if lent is not None:  # no Computed or Zeros among them
             assert b"".join(lent) == expected[offset : offset + length]
+        parts = reader.cached(offset, len(expected[offset : offset + length]))
+        if parts is not None:
+            assert lent is not None
+            whole = [part if isinstance(part, bytes) else os.pread(part[0], part[2], part[1]) for part in parts]
+            assert b"".join(whole) == expected[offset : offset + length]
 
 
 def test_computed_segments_make_a_file_blocking_unless_told_otherwise(stored):

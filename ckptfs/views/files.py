@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptfs.errors import CkptError, CorruptError
 from ckptfs.views.nodes import BackingFile, File, Reader, SegmentsFile
@@ -17,10 +17,11 @@ from ckptfs.views.windows import Produced
 
 if TYPE_CHECKING:
     from ckptfs.manifest import Param
-    from ckptfs.views.nodes import Segment
+    from ckptfs.views.nodes import Segment, Stretch
     from ckptfs.views.source import Source
 
 AHEAD_BYTES = 32 << 20
+Given = TypeVar("Given")
 _NONE: Mapping[str, bytes] = {}
 
 
@@ -135,15 +136,21 @@ class _StepReader(Reader):
         return count
 
     def lend(self, offset: int, length: int) -> list[memoryview] | None:
+        return self._given(self._inner.lend, offset, length)
+
+    def cached(self, offset: int, length: int) -> list[Stretch] | None:
+        return self._given(self._inner.cached, offset, length)
+
+    def _given(self, give: Callable[[int, int], Given | None], offset: int, length: int) -> Given | None:
         try:
-            lent = self._inner.lend(offset, length)
+            given = give(offset, length)
         except CkptError as error:
             raise self._failed(error) from error
-        if lent is not None:
+        if given is not None:
             self._look_ahead(offset, length)
             self._reads += 1
             self._bytes += length
-        return lent
+        return given
 
     def _failed(self, error: CkptError) -> CkptError:
         told = self._source.explain(error)

@@ -46,6 +46,7 @@ _MADV_WILLNEED = 3
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
 _FAILED = ctypes.c_void_p(-1).value
+_CACHESTAT = 451  # its number everywhere, since Linux 6.5
 
 
 class _Window:
@@ -133,6 +134,11 @@ class MappedFile:
         first, last = offset // WINDOW_BYTES, (offset + length - 1) // WINDOW_BYTES
         windows = [self._windows.get(index) for index in range(first, last + 1)]
         return all(window is None or window.ready.is_set() for window in windows)
+
+    def has_window(self, offset: int, length: int) -> bool:
+        """Whether a part of that range was read ahead, or is on its way."""
+        first, last = offset // WINDOW_BYTES, (offset + length - 1) // WINDOW_BYTES
+        return bool(self._windows) and any(index in self._windows for index in range(first, last + 1))
 
     def fetch(self, window: _Window) -> None:
         """Read a window. It is ready then, whatever happened."""
@@ -268,7 +274,18 @@ def _load() -> ctypes.CDLL:
 
 
 _libc = _load()
+_cachestat = ctypes.PyDLL(None).syscall  # a microsecond or two: other threads get no turn meanwhile
+_cachestat.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
+_cachestat.restype = ctypes.c_long
 _ahead = _Ahead()
+
+
+def is_cached(fd: int, offset: int, length: int) -> bool:
+    """Whether the page cache has all of a range of an open file; False also where the kernel does not say."""
+    first, last = offset // mmap.PAGESIZE, -(-(offset + length) // mmap.PAGESIZE)
+    asked = (ctypes.c_uint64 * 2)(first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+    found = (ctypes.c_uint64 * 5)()
+    return _cachestat(_CACHESTAT, fd, asked, found, 0) == 0 and found[0] >= last - first
 
 
 def mapped(fd: int, path: str) -> MappedFile | None:

@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from ckptfs.errors import CkptError, CorruptError, NotFoundError, StaleError, StorageError
-from ckptfs.views.mapped import MappedFile, mapped
+from ckptfs.views.mapped import MappedFile, is_cached, mapped
 
 PINNED_FILES_MAX = 512  # a reader holds at most this many files open; further ones are opened when they are read
 LENT_MAX = 1000  # what a writev takes is 1024
+SPLICED_MAX = 120  # stretches: each begins a page of its own, and a pipe has few
 SHARED_FDS_MAX = 128  # reads without a reader, and files beyond a reader's pins, share this many open files
 
 _NO_XATTRS: Mapping[str, bytes] = {}
@@ -48,6 +49,9 @@ class Link(Node):
         self.xattrs = xattrs
 
 
+Stretch = bytes | tuple[int, int, int]  # bytes, or (descriptor, offset, length) of a local file
+
+
 class Reader:
     """One opening of a file: a lease on its bytes until `close`. May be used from several threads at once."""
 
@@ -63,6 +67,13 @@ class Reader:
         """The bytes where they lie, for the kernel to read; None when only `read_into` can have them.
 
         Only for system calls: looking into these views from Python may be SIGBUS. They may outlive the reader.
+        """
+        return None
+
+    def cached(self, offset: int, length: int) -> list[Stretch] | None:
+        """The same, as bytes and as stretches of open files of which the page cache has all, for splice().
+
+        None when any byte of it is elsewhere, was read ahead, or may be: `lend` and `read_into` know.
         """
         return None
 
@@ -225,6 +236,11 @@ def _read_local(file: MappedFile | None, fd: int, path: str, offset: int, view: 
         done += count
 
 
+def _is_at_hand(file: MappedFile | None, fd: int, offset: int, length: int) -> bool:
+    """Whether the page cache has all of a range, and nothing of it was read ahead into other memory."""
+    return (file is None or not file.has_window(offset, length)) and is_cached(fd, offset, length)
+
+
 class _SharedFds:
     """A bounded set of open files, least recently used closed first; one that is being read is never closed."""
 
@@ -314,10 +330,16 @@ class _BackingReader(Reader):
             return None
         return file.lent(offset, length)
 
+    def cached(self, offset: int, length: int) -> list[Stretch] | None:
+        fd = self.backing_fd
+        return None if fd is None or not _is_at_hand(self._mapped, fd, offset, length) else [(fd, offset, length)]
+
     def is_near(self, offset: int, length: int) -> bool:
         return self._mapped is None or self._mapped.is_near(offset, length)
 
     def prefetch(self, offset: int, length: int) -> None:
+        if self.backing_fd is not None and is_cached(self.backing_fd, offset, min(length, self.file.size - offset)):
+            return
         file = self._map()
         if file is not None:
             file.bring(offset, length)
@@ -456,6 +478,24 @@ class _SegmentsReader(Reader):
             segment.check(within, count)
         return file.lent(segment.offset + within, count)
 
+    def cached(self, offset: int, length: int) -> list[Stretch] | None:
+        found: list[Stretch] = []
+        for segment, within, count in self._segments.pieces(offset, length):
+            if isinstance(segment, bytes):
+                found.append(segment[within : within + count])
+                continue
+            fd = self._fds.get(segment.path) if isinstance(segment, Range) else None
+            if fd is None or not isinstance(segment, Range):
+                return None
+            if not _is_at_hand(self._maps.get(segment.path), fd, segment.offset + within, count):
+                return None
+            if len(found) == SPLICED_MAX:
+                return None
+            if segment.check is not None:
+                segment.check(within, count)
+            found.append((fd, segment.offset + within, count))
+        return found
+
     def _mapped(self, path: str) -> MappedFile | None:
         """Several threads may come here at once: then one mapping of theirs stays."""
         if path not in self._maps and path in self._fds:
@@ -464,8 +504,13 @@ class _SegmentsReader(Reader):
 
     def prefetch(self, offset: int, length: int) -> None:
         for segment, within, count in self._segments.pieces(offset, length):
-            file = self._mapped(segment.path) if isinstance(segment, Range) else None
-            if file is not None and isinstance(segment, Range):
+            if not isinstance(segment, Range):
+                continue
+            fd = self._fds.get(segment.path)
+            if fd is not None and is_cached(fd, segment.offset + within, count):
+                continue
+            file = self._mapped(segment.path)
+            if file is not None:
                 file.bring(segment.offset + within, count)
 
     def is_near(self, offset: int, length: int) -> bool:

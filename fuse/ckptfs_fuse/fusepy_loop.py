@@ -25,9 +25,8 @@ from ckptfs.errors import StorageError
 from ckptfs_fuse import wire
 from ckptfs_fuse.answers import log
 from ckptfs_fuse.ending import answer_nobody, stop_pipe, wait_for_end
-from ckptfs_fuse.lending import send
+from ckptfs_fuse.lending import READ_BYTES_MAX, send
 
-READ_BYTES_MAX = 1 << 20
 CHANNEL_BYTES = (128 << 10) + wire.PAGE_BYTES  # what libfuse's own channels have
 # (descriptor, the request's number, what is wanted, room for a reply) → whether it was answered
 AnswerRead = Callable[[int, int, wire.Read, memoryview], bool]

@@ -31,14 +31,12 @@ from ckptfs_fuse.answers import (
     version_of,
 )
 from ckptfs_fuse.ending import answer_nobody
-from ckptfs_fuse.lending import AGAIN, GONE, answer_read, send
+from ckptfs_fuse.lending import AGAIN, GONE, READ_BYTES_MAX, answer_read, send
 from ckptfs_fuse.options import MountOptions
 from ckptfs_fuse.passthrough import Materialised, Passthrough
 from ckptfs_fuse.slow import Job, SlowWork
 from ckptfs_fuse.table import Handle, Known, Listing, Table
 from ckptfs_fuse.wire import Op
-
-READ_BYTES_MAX = 1 << 20  # fs.fuse.max_pages_limit is 256 pages unless root raises it
 
 Body = bytes
 Answer = Callable[["NativeServer", wire.Request, Body], bytes | None]

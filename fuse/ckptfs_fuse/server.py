@@ -35,7 +35,8 @@ from ckptfs.views.nodes import Dir
 from ckptfs_fuse import fusepy_backend, kernel
 from ckptfs_fuse.answers import log
 from ckptfs_fuse.ending import STOP_SIGNALS, stop_pipe, wait_for_end
-from ckptfs_fuse.native import READ_BYTES_MAX, NativeServer
+from ckptfs_fuse.lending import READ_BYTES_MAX
+from ckptfs_fuse.native import NativeServer
 from ckptfs_fuse.options import BACKENDS, MountOptions
 
 READY_TIMEOUT_S = 60.0

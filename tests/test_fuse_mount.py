@@ -93,6 +93,16 @@ def wait_until_unmounted(path):
             poll.poll(1000)
 
 
+def copies_of(pid):
+    """The sizes of the copies of hot files that a server has."""
+    sizes = []
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if "ckptfs-materialised" in os.readlink(f"/proc/{pid}/fd/{number}"):
+                sizes.append(os.stat(f"/proc/{pid}/fd/{number}").st_size)
+    return sizes
+
+
 def log_of(path):
     return Path(next(found.log for found in mounts() if found.mountpoint == str(path))).read_text()
 
@@ -376,6 +386,30 @@ def test_a_killed_server_is_cleaned_up_by_its_guardian(folder, at, backend):
         os.close(held)
     _await_end(mounted.pid, mounted.pid_started, WAIT_S)
     assert os.listdir(at) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may pass files through")
+@pytest.mark.parametrize("place", ["memory", "folder"])
+def test_a_copy_that_is_open_outlives_a_killed_server_and_nothing_else_does(folder, at, tmp_path, place):
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    where = str(copies) if place == "folder" else None
+    options = MountOptions(materialise_bytes=1 << 24, materialise_after_opens=1, materialise_folder=where)
+    expected = (folder / "file").read_bytes()
+    mounted = mount("fuse_trees:segmented", {"folder": str(folder)}, at, backend="native", options=options)
+    deadline = time.monotonic() + WAIT_S
+    while copies_of(mounted.pid) != [len(expected)]:
+        assert (at / "file").read_bytes() == expected
+        assert time.monotonic() < deadline, "it was not copied"
+    held = start(at / "file")
+    held.communicate(timeout=WAIT_S)  # its handle is let go of: the next one is passed through
+    with open(at / "file", "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.kill(mounted.pid, signal.SIGKILL)
+        wait_until_unmounted(at)
+        _await_end(mounted.pid, mounted.pid_started, WAIT_S)
+        assert file.read() == expected  # no server has it any more: the kernel reads the copy
+    assert os.listdir(copies) == os.listdir(at) == []
 
 
 @BACKENDS

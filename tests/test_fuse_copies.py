@@ -90,3 +90,19 @@ def test_small_files_do_not_use_up_the_descriptors(copies, monkeypatch):
         copies.want(one)
         assert held(copies, one) == one.data
     assert [has(copies, one) for one in files] == [False, False, True, True]
+
+
+def test_a_copy_that_nobody_opens_any_more_is_given_up(tmp_path):
+    open_before = set(os.listdir("/proc/self/fd"))
+    copies = Materialised(3 * FILE_BYTES, str(tmp_path), keep_s=0.2)
+    first, second = file(1), file(2)
+    copies.want(first)
+    assert held(copies, first) == first.data
+    deadline = time.monotonic() + WAIT_S
+    while set(os.listdir("/proc/self/fd")) - open_before:  # not asked for meanwhile: that would be an opening
+        assert time.monotonic() < deadline, "it is kept"
+        threading.Event().wait(0.02)
+    assert not has(copies, first)
+    copies.want(second)  # and it goes on
+    assert held(copies, second) == second.data
+    copies.close()

@@ -127,7 +127,10 @@ class NativeServer:
         if agreed & wire.PASSTHROUGH:
             self._passthrough = Passthrough(self._device_fd)
             if self._options.materialise_bytes:
-                self._materialised = Materialised(self._options.materialise_bytes, self._options.materialise_folder)
+                told = self._options
+                self._materialised = Materialised(
+                    told.materialise_bytes, told.materialise_folder, told.materialise_keep_s
+                )
         elif self._options.passthrough:
             reason = "only root may" if os.geteuid() else "the kernel is older than 6.9"
             log.warning("no passthrough, %s: files are read by the server, at about a third of the speed", reason)

@@ -26,13 +26,15 @@ class MountOptions:
     materialise_bytes: int = 0  # native: hot files up to this many bytes in total are copied to be passed through
     materialise_folder: str | None = None  # where those copies lie; None: in memory
     materialise_after_opens: int = 2  # a file is hot when it is opened that often
+    materialise_keep_s: float = 600.0  # a copy that nobody opened for so long is given up
 
     def __post_init__(self) -> None:
         for name in ("request_threads", "slow_threads", "materialise_after_opens", "readahead_kib"):
             if getattr(self, name) < 1:
                 raise MismatchError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.read_timeout_s <= 0:
-            raise MismatchError(f"read_timeout_s must be positive, not {self.read_timeout_s}")
+        for name in ("read_timeout_s", "materialise_keep_s"):
+            if getattr(self, name) <= 0:
+                raise MismatchError(f"{name} must be positive, not {getattr(self, name)}")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -3,6 +3,7 @@
 It needs root and Linux 6.9. Passed through are files that are one backing file, and *hot* files (opened several times)
 that were materialised: copied whole into memory or into unlinked files of a folder. All copies take `materialise_bytes`
 at most, and there are never more than `COPIES_MAX`, because each is an open file; least recently opened ones go first.
+One that nobody opened for `keep_s` goes too: memory that is not used belongs to others.
 A copy is made in the background by the file's own reader, so it is checked like any read; until it is complete, the
 file is read as before.
 """
@@ -11,11 +12,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import queue
 import tempfile
 import threading
+import time
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from ckptfs.views.nodes import File
 from ckptfs_fuse import wire
@@ -52,14 +56,22 @@ class Passthrough:
             log.warning("backing file %d was not released: %s", backing_id, error)
 
 
+@dataclass(slots=True)
+class _Copy:
+    fd: int
+    nbytes: int
+    opened_s: float
+
+
 class Materialised:
     """Copies of hot files, by version, within a budget."""
 
-    def __init__(self, budget_bytes: int, folder: str | None) -> None:
+    def __init__(self, budget_bytes: int, folder: str | None, keep_s: float = math.inf) -> None:
         self._budget_bytes = budget_bytes
+        self._keep_s = keep_s
         self._folder = folder
         self._lock = threading.Lock()
-        self._copies: OrderedDict[str, tuple[int, int]] = OrderedDict()  # version → (fd, bytes)
+        self._copies: OrderedDict[str, _Copy] = OrderedDict()  # by version, least recently opened first
         self._used_bytes = 0
         self._wanted: queue.SimpleQueue[File] = queue.SimpleQueue()
         self._queued: set[str] = set()
@@ -72,7 +84,8 @@ class Materialised:
             if found is None:
                 return None
             self._copies.move_to_end(file.version)
-            return os.dup(found[0])
+            found.opened_s = time.monotonic()
+            return os.dup(found.fd)
 
     def want(self, file: File) -> None:
         """Copy it in the background, if it fits at all."""
@@ -89,7 +102,10 @@ class Materialised:
 
     def _copy_wanted(self) -> None:
         while True:
-            file = self._wanted.get()
+            try:
+                file = self._wanted.get(timeout=self._rest())
+            except queue.Empty:
+                continue
             try:
                 self._copy(file)
             except Exception as error:
@@ -98,6 +114,22 @@ class Materialised:
                 with self._lock:
                     self._queued.discard(file.version)
             del file
+
+    def _rest(self) -> float | None:
+        """Give up what nobody opened for long; how long until the next one may have to go."""
+        with self._lock:
+            while self._copies:
+                idle_s = time.monotonic() - next(iter(self._copies.values())).opened_s
+                if idle_s < self._keep_s:
+                    return min(self._keep_s - idle_s, threading.TIMEOUT_MAX)
+                self._give_up_oldest()
+        return None
+
+    def _give_up_oldest(self) -> None:
+        """Who has it open keeps it in the kernel until it is closed; here it no longer counts. Holds the lock."""
+        _, oldest = self._copies.popitem(last=False)
+        os.close(oldest.fd)
+        self._used_bytes -= oldest.nbytes
 
     def _copy(self, file: File) -> None:
         self._make_room(file.size)
@@ -116,15 +148,12 @@ class Materialised:
                 self._used_bytes -= file.size
             raise
         with self._lock:
-            self._copies[file.version] = (fd, file.size)
+            self._copies[file.version] = _Copy(fd, file.size, time.monotonic())
 
     def _make_room(self, size: int) -> None:
-        """Copies that are open elsewhere live on in the kernel until they are closed; here they no longer count."""
         with self._lock:
             while self._copies and (self._used_bytes + size > self._budget_bytes or len(self._copies) >= COPIES_MAX):
-                fd, freed = self._copies.popitem(last=False)[1]
-                os.close(fd)
-                self._used_bytes -= freed
+                self._give_up_oldest()
             self._used_bytes += size
 
     def _new_file(self) -> int:
@@ -137,8 +166,8 @@ class Materialised:
     def close(self) -> None:
         with self._lock:
             copies, self._copies = self._copies, OrderedDict()
-        for fd, _ in copies.values():
-            os.close(fd)
+        for copy in copies.values():
+            os.close(copy.fd)
 
 
 def _write_full(fd: int, view: memoryview) -> None:

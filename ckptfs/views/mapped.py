@@ -47,6 +47,7 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
 _FAILED = ctypes.c_void_p(-1).value
 _CACHESTAT = 451  # its number everywhere, since Linux 6.5
+_CacheRange, _CacheCounts = ctypes.c_uint64 * 2, ctypes.c_uint64 * 5
 
 
 class _Window:
@@ -283,8 +284,8 @@ _ahead = _Ahead()
 def is_cached(fd: int, offset: int, length: int) -> bool:
     """Whether the page cache has all of a range of an open file; False also where the kernel does not say."""
     first, last = offset // mmap.PAGESIZE, -(-(offset + length) // mmap.PAGESIZE)
-    asked = (ctypes.c_uint64 * 2)(first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
-    found = (ctypes.c_uint64 * 5)()
+    asked = _CacheRange(first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+    found = _CacheCounts()  # the first is how many pages are cached
     return _cachestat(_CACHESTAT, fd, asked, found, 0) == 0 and found[0] >= last - first
 
 

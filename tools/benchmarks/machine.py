@@ -159,6 +159,15 @@ def settle() -> None:
         time.sleep(QUIET_S / 10)
 
 
+def touch_free_memory(nbytes: int) -> None:
+    """Have free memory there for a page cache to grow into.
+
+    A virtual machine may have given its free memory back, and gets a page anew, slowly, when it is first touched.
+    """
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
+
+
 # --- what a process used ---------------------------------------------------------------------------------------------
 
 

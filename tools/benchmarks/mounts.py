@@ -4,6 +4,7 @@
 cached": the step's own files are in the page cache, the mount's are not. "again": the second read of the same mount.
 One file of zarr/, which the kernel passes on, is compared with the stored file itself: a copy of it lies in other pages
 of the page cache, larger or smaller ones, and that difference would be taken for the mount's.
+Before bytes are read that the page cache has not, as much free memory is touched: for plain files and mounts alike.
 Beside it: fusepy as its own example uses it, over the plain copy; fusepy with a plain class over the very tree that our
 mounts show; and the native backend with a copy of hot files.
 """
@@ -28,7 +29,7 @@ import numpy as np
 
 from benchmarks import results
 from benchmarks.claims import PLAIN_CLASS
-from benchmarks.machine import evict, files_of
+from benchmarks.machine import evict, files_of, touch_free_memory
 from benchmarks.model import State, shapes, size_of
 
 if TYPE_CHECKING:
@@ -298,6 +299,8 @@ def _read(
     """(state of the caches, bytes, seconds). Plain files have no `own` files behind them."""
     behind = files_of(own) if own is not None else []
 
+    nbytes = sum(path.stat().st_size for path in paths)
+
     def timed() -> tuple[int, float]:
         begin = time.perf_counter()
         count = sum(read(path) for path in paths)
@@ -305,12 +308,14 @@ def _read(
 
     if cold_too:
         _make_cold([*paths, *behind])
+        touch_free_memory(nbytes)
         yield ("cold (fadvise)", *timed())
     if own is not None:
         for path in paths:
             evict(path)
         for path in behind:
             read_through(path)
+        touch_free_memory(nbytes)
     else:
         timed()
     yield ("warm: backing files cached", *timed())

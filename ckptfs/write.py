@@ -166,6 +166,11 @@ class Files:
         self._writers.clear()
 
 
+def _bytes_of(part: Part, buffer: Any) -> memoryview:
+    view: memoryview = buffer.view[part.at : part.at + part.stop - part.start]
+    return view
+
+
 def _index(array: Array, file: int, stored: list[int] | None = None) -> bytes:
     return zarr3.shard_index(array.layout.index_entries(file, stored))
 
@@ -228,7 +233,7 @@ class Pipeline:
         self._stored = _Clock()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[Job, Any, list[Any]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Job, Any, list[Any], dict[int, list[bytes]]] | None] = queue.SimpleQueue()
         self.files: Files | None = None
         if store.positional:
             small_bytes = settings.small_file_bytes
@@ -241,6 +246,9 @@ class Pipeline:
         )
         # Who copies first has a caller that waits, and who fetches from others may wait long.
         self._copy_turns = contextlib.nullcontext() if copy_first or plan.pulls else self._turns
+        # A disk may tell of all requests at once that they are done. Then each writer has the next one to write at
+        # once, not a checksum to take: who copies has taken it, if nobody waits for the copies.
+        self._checks_early = not background and not copy_first
         self._go = threading.Event()
         if not copy_first:
             self._go.set()
@@ -259,14 +267,15 @@ class Pipeline:
         try:
             with self._copy_turns, self._copied.counting(job.nbytes):
                 events = self._stager.copy(job, buffer)
+            hashes = self._early_hashes(job, buffer) if self._checks_early and not events else {}
         except BaseException:
             self._pool.release(buffer)
             raise
-        self._queue.put((job, buffer, events))
+        self._queue.put((job, buffer, events, hashes))
 
     def feed_copied(self, job: Job, buffer: Any, events: list[Any]) -> None:
         """Hand over a buffer that holds the job's bytes already; it is released when they are written."""
-        self._queue.put((job, buffer, events))
+        self._queue.put((job, buffer, events, {}))
 
     def _acquire(self) -> Any:
         with contextlib.suppress(StorageError):
@@ -326,15 +335,15 @@ class Pipeline:
             item = self._queue.get()
             if item is None:
                 return
-            job, buffer, events = item
+            job, buffer, events, hashes = item
             try:
                 for event in events:  # also after an error: a copy must not land in a buffer that others use
                     event.synchronize()
                 if self._error is None:
                     self.raise_if_broken()
                     self._pace.turn(job.nbytes, self.raise_if_broken)
-                    for part in job.parts:
-                        self._write(part, buffer.view[part.at : part.at + part.stop - part.start])
+                    for number, part in enumerate(job.parts):
+                        self._write(part, _bytes_of(part, buffer), hashes.get(number))
                         if self._background and part.stop - part.start < _SHORT_BYTES:
                             let_others_in()
             except BaseException as error:
@@ -342,15 +351,28 @@ class Pipeline:
             finally:
                 self._pool.release(buffer)
 
-    def _write(self, part: Part, view: memoryview) -> None:
+    def _early_hashes(self, job: Job, buffer: Any) -> dict[int, list[bytes]]:
+        """The checksums of those parts of a job (by number) that are written as they are."""
+        arrays = self._plan.arrays
+        return {
+            number: self._hashes(part, _bytes_of(part, buffer))
+            for number, part in enumerate(job.parts)
+            if not arrays[part.array].layout.many
+        }
+
+    def _hashes(self, part: Part, view: memoryview) -> list[bytes]:
+        """The checksums of all extents of a part."""
+        size = self._plan.arrays[part.array].layout.extent_bytes(self._plan.extent_bytes)
+        with self._turns:
+            return [digest(view[a - part.start : b - part.start]) for a, b in cut(part.start, part.stop, size)]
+
+    def _write(self, part: Part, view: memoryview, hashes: list[bytes] | None = None) -> None:
         array = self._plan.arrays[part.array]
         lengths = None
         if array.layout.many:
             lengths, hashes, stored = self._write_block(array, part, view)
         else:
-            size = array.layout.extent_bytes(self._plan.extent_bytes)
-            with self._turns:
-                hashes = [digest(view[a - part.start : b - part.start]) for a, b in cut(part.start, part.stop, size)]
+            hashes = hashes or self._hashes(part, view)
             assert self.files is not None  # files that several ranks share are planned for positional stores only
             with self._stored.counting(len(view)):
                 self.files.write(part, view)

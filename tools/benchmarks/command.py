@@ -34,6 +34,7 @@ QUICK_PARTS = {"save": 2, "reshard": 2, "async": 4, "relayout": 4, "mount": 4, "
 _WITH_OURS = ["ckptfs", "DCP + ckptfs", "DCP", "torch.save", "safetensors", "TensorStore zarr3", "zarr-python"]
 QUICK_SYSTEMS = dict.fromkeys(["save", "reshard", "big"], _WITH_OURS) | {
     "small": ["ckptfs", "DCP", "safetensors"],  # thousands of files an array each take the others long
+    "slice": ["ckptfs", "safetensors", "zarr-python"],  # each cold read waits until the disk has been idle
     "relayout": ["ckptfs", "DCP"],
     "async": ["ckptfs save_async(before_update)", "DCP async_save"],
 }

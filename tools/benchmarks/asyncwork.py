@@ -406,9 +406,9 @@ def beside(ranks: Ranks) -> None:
         if issubclass(kind, (Idle, Spinning)) or not plan.systems or kind.name in plan.systems
     ]
     number = 0
-    for size, most in STRETCHES.items():
+    quick = ranks.plan.repetitions == 1
+    for size, count in {PRODUCTS[0]: 1}.items() if quick else STRETCHES.items():
         work = Products(size)
-        count = most if ranks.plan.repetitions > 1 else 1  # a quick look
         for turn in range(-1, count):
             ranks.say("warm-up, not counted" if turn < 0 else f"{turn + 1} of {count}, products of {size}")
             for way in shuffled(ways, turn):

@@ -79,7 +79,7 @@ def measure_cold_starts(options: Options, folder: Path) -> None:
 
 def _measure(options: Options, ways: dict[str, tuple[str, Path]], folder: Path, nbytes: int) -> None:
     tokens: set[int] = set()
-    for turn in range(-1, options.repetitions):
+    for turn in range(-1 if options.repetitions > 1 else 0, options.repetitions):  # a quick look warms nothing up
         names = list(ways)
         for name in [*names[(turn + 1) % len(names) :], *names[: (turn + 1) % len(names)]]:
             code, files = ways[name]

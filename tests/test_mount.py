@@ -560,7 +560,8 @@ def test_readers_while_steps_come_and_go(tmp_path, how, seconds):
     with ckptfs.Run(tmp_path / "run").mount(**how, refresh_s=0.05, linger_s=0.0, cache_bytes=1 << 20) as folder:
         pid = next(one.pid for one in mounts() if one.mountpoint == folder)
         fds = len(os.listdir(f"/proc/{pid}/fd"))
-        readers = [start_reader(folder, tmp_path, wanted) for _ in range(8)]
+        (tmp_path / "wanted").write_text(json.dumps(wanted))  # once: who starts early reads it while others start
+        readers = [start_reader(folder, tmp_path) for _ in range(8)]
         choose = random.Random(1)
         came = went = 0
         began = time.monotonic()
@@ -589,9 +590,8 @@ def test_readers_while_steps_come_and_go(tmp_path, how, seconds):
         assert "unforeseen" not in server_log(folder)
 
 
-def start_reader(folder, kept, wanted):
+def start_reader(folder, kept):
     """It reads until `enough` is there, and some files at least."""
-    (kept / "wanted").write_text(json.dumps(wanted))
     return subprocess.Popen(
         [sys.executable, "-S", "-c", READER, folder, kept / "enough", kept, kept / "wanted"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

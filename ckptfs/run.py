@@ -14,7 +14,7 @@ from ckptfs.asyncsave import Background, HookPoint, OnBusy, Save, hold_updates, 
 from ckptfs.checkpoint import Checkpoint
 from ckptfs.errors import MismatchError, NotFoundError
 from ckptfs.manifest import NAME as MANIFEST
-from ckptfs.manifest import check_relative
+from ckptfs.manifest import check_relative, without_collection
 from ckptfs.meet import PlanCache
 from ckptfs.ranks import Group
 from ckptfs.save import Request, Result, Saver
@@ -197,7 +197,8 @@ class Run:
         self._background.tell()
         self._background.wait_idle()
         saver = Saver(self.store, request, self.group, self.settings, self._cache, self._pools)
-        result = Save(saver).run(value)
+        with without_collection():
+            result = Save(saver).run(value)
         self._committed()
         return result
 
@@ -272,7 +273,7 @@ class Run:
 
     def load(self, value: Any, step: int | None = None, **how: Any) -> Any:
         """Fill a tree in place from a step (default: the latest), whatever layout it has; see Checkpoint.load."""
-        with self.latest if step is None else self[step] as checkpoint:
+        with without_collection(), self.latest if step is None else self[step] as checkpoint:
             pool = self._pools.idle(self.settings.buffer_bytes)
             if pool is not None:
                 checkpoint.borrow(pool)
@@ -378,7 +379,7 @@ def save(
 
 def load(path: str | os.PathLike[str], value: Any = None, **how: Any) -> Any:
     """Fill a tree in place from a checkpoint (a run: its latest step); without a tree, return the saved one."""
-    with open_checkpoint(path) as checkpoint:
+    with without_collection(), open_checkpoint(path) as checkpoint:
         rank = Group.current().rank
         if value is None:
             return checkpoint.tree(rank=rank, **how)

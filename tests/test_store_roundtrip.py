@@ -3,6 +3,8 @@
 Ranks are threads; meshes, flat ranges and boxes are cut by the slow twin in `spreads`.
 """
 
+import contextlib
+import gc
 import os
 import shutil
 import tempfile
@@ -233,6 +235,34 @@ def test_where_links_are_refused_every_array_has_a_document_of_its_own(tmp_path)
     step = run.save(1, tree).path
     assert os.stat(f"{step}/a/zarr.json").st_nlink == 1
     assert verify(run[1]) == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_interpreter_does_not_look_for_garbage_while_a_save_or_a_load_waits(tmp_path, fails):
+    """In a large program each look takes tenths of a second, in which no request is made."""
+    looks: list[str] = []
+    state = {f"p{number}": np.arange(8.0) + number for number in range(60)}
+    wanted = state | {"more": np.zeros(1)} if fails else state
+    usual = gc.get_threshold()
+    with Run(tmp_path / "run") as run:
+        run.save(0, state)
+        gc.set_threshold(5, 1, 1)
+        gc.callbacks.append(watch := lambda phase, info: looks.append(phase))
+        try:
+            lists = [[number] * 20 for number in range(500)]
+            seen = len(looks)
+            run.save(1, state)
+            saved, looks[:] = len(looks), []
+            with pytest.raises(CkptError) if fails else contextlib.nullcontext():
+                run.load(wanted, step=1)
+            loaded = len(looks)
+        finally:
+            gc.callbacks.remove(watch)
+            gc.set_threshold(*usual)
+    assert seen, f"{len(lists)} lists were made unseen: this test would not see a look"
+    assert saved - seen <= 40  # at the edges of the call; hundreds in all of it
+    assert loaded <= 20
+    assert gc.isenabled()
 
 
 def test_a_load_borrows_the_buffers_of_its_run_unless_a_save_has_them(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ dist.init_process_group("gloo")
 total = torch.tensor(float(dist.get_rank()))
 dist.all_reduce(total)
 print("total", total.item(), sys.argv[1])
+dist.monitored_barrier()  # Gloo's threads let go of tensors meanwhile: later they abort the process
 dist.destroy_process_group()
 """
 ONE_RANK_HANGS = """

@@ -98,13 +98,15 @@ def main() -> None:
         mine = tokens.chunk(world)[rank]
         logits = model(mine[:, :-1])
         loss = nn.functional.cross_entropy(logits.reshape(-1, VOCAB), mine[:, 1:].reshape(-1))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        # Not after the last update: Gloo's thread lets go of a collective's tensors a little after the wait for it, and
+        # that aborts a process whose interpreter is already ending.
         mean = loss.detach().clone()
         if world > 1:
             dist.all_reduce(mean)
             mean /= world
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
         say(f"step {step:3d}  loss {mean.item():.6f}")
         if step + 1 == args.save_at:
             tree = ckptfs.state_of(model, optimizer, step=step + 1)

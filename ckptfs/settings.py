@@ -20,7 +20,7 @@ class Settings:
     async_buffer_bytes: int | None = None  # the same for asynchronous saves; None: what the machine allows, see stage
     read_buffer_bytes: int = 128 * MIB  # scratch for reads that do not land in place
     write_threads: int = 8
-    background_bytes_per_s: int | None = 1_000_000_000  # for each spare core, while nobody waits for a save; None: any
+    background_bytes_per_s: int | None = 500_000_000  # for each spare core, while nobody waits for a save; None: any
     read_threads: int = 4  # bulk reads have more, see read.py
     small_file_bytes: int = 256 * 1024  # below: no reservation, no direct I/O, written in one call
     enter_timeout_s: float = 600.0  # how long the leader waits for a rank to enter a save

@@ -454,9 +454,7 @@ class Checkpoint(Mapping[str, Array]):
 
         def fill() -> Any:
             if patterns is None:
-                return tree.fill(
-                    value, self.manifest.tree, filler.array, strict=False, rank=rank, allow_pickle=allow_pickle
-                ).tree
+                return tree.put(value, self.manifest.tree, filler.array, rank=rank, allow_pickle=allow_pickle)
             for name in held:
                 if name in self:
                     filler.want(name)

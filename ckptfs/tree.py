@@ -1004,13 +1004,15 @@ def fill(
     list, None and any single value of the target take whatever is stored.
     With `strict`, nothing is touched unless both sides fit; without it, what fits is filled.
     """
-    check(node)
-    rehearsal = _Filler(array, rank, allow_pickle, dry=True)
-    rehearsal.visit(target, node, [])
-    report = (rehearsal.missing, rehearsal.unexpected, rehearsal.mismatched)
-    if strict and any(report):
-        return Filled(target, *report)
-    return Filled(_Filler(array, rank, allow_pickle, dry=False).visit(target, node, []), *report)
+    found = rehearse(target, node, rank=rank, allow_pickle=allow_pickle)
+    if strict and any((found.missing, found.unexpected, found.mismatched)):
+        return found
+    return found._replace(tree=put(target, node, array, rank=rank, allow_pickle=allow_pickle))
+
+
+def put(target: object, node: Node, array: FillArray, *, rank: int | None = None, allow_pickle: bool = False) -> object:
+    """`fill` for who has rehearsed and goes on: what fits is filled. What shall stand in the target's place."""
+    return _Filler(array, rank, allow_pickle, dry=False).visit(target, node, [])
 
 
 def is_array(value: object) -> bool:

@@ -1,5 +1,7 @@
 """The mount beside a plain copy of the same files: sequential reads of 1 MiB, safetensors through mmap, listings.
 
+All ways take part in each turn, in an order of its own: a virtual machine's memory is 5 GB/s in one minute and 8 in the
+next, and a way would be compared with plain files of another minute.
 "cold": neither the mount nor the disk's page cache has the bytes (looked at page by page before each). "backing
 cached": the step's own files are in the page cache, the mount's are not. "again": the second read of the same mount.
 One file of zarr/, which the kernel passes on, is compared with the stored file itself: a copy of it lies in other pages
@@ -20,8 +22,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +32,7 @@ import numpy as np
 
 from benchmarks import results
 from benchmarks.claims import PLAIN_CLASS
-from benchmarks.machine import evict, files_of, touch_free_memory
+from benchmarks.machine import evict, files_of, shuffled, touch_free_memory
 from benchmarks.model import State, shapes, size_of
 
 if TYPE_CHECKING:
@@ -96,11 +99,14 @@ fuse.FUSE(Views(open_root(sys.argv[1])), sys.argv[2], foreground=True, ro=True)
 
 
 @dataclass(frozen=True)
-class Place:
+class Way:
     """One way to the same files."""
 
     name: str
     folder: Path  # holds hf/ and zarr/
+    own: Path | None  # the files that are read to serve it; None: these are the files
+    store: Path | None  # what its zarr/ shows. None: only what is cached is compared
+    maps: bool = True  # whether it is tried with mapped files too
 
 
 def read_through(path: Path) -> int:
@@ -160,18 +166,19 @@ def measure_mounts(options: Options, folder: Path) -> None:
     copy = folder / "copy"
     with _reported(options, "ckptfs mount, native"), mounted(run, folder / "first", "native") as here:
         _copy(here, copy)
-    plain = Place("plain files", copy)
-    for backend in BACKENDS:
-        with _reported(options, f"ckptfs mount, {backend}"), mounted(run, folder / backend, backend) as here:
-            _compare(options, plain, Place(f"ckptfs mount, {backend}", here), step, step)
-    with _reported(options, STOCK), _served(_STOCK, str(copy), folder / "stock") as here:
-        _compare(options, plain, Place(STOCK, here), copy, copy / "zarr", mmap_too=False)
-    with _reported(options, PLAIN_CLASS), _served(_PLAIN_CLASS, f"{run}@1", folder / "class") as here:
-        _compare(options, plain, Place(PLAIN_CLASS, here), step, step, mmap_too=False)
-    hot = ("materialise_after_opens=1", f"materialise_bytes={2 * size_of(options.size)}")
-    with _reported(options, _HOT), mounted(run, folder / "hot", "native", *hot) as here:
-        _warm_up(here)
-        _compare(options, plain, Place(_HOT, here), step, None)
+    with ExitStack() as mounts:
+        ways = [Way("plain files", copy, None, step)]
+
+        def add(name: str, mount: AbstractContextManager[Path], own: Path, store: Path | None, **kinds: bool) -> None:
+            with _reported(options, name):
+                ways.append(Way(name, mounts.enter_context(mount), own, store, **kinds))
+
+        for backend in BACKENDS:
+            add(f"ckptfs mount, {backend}", mounted(run, folder / backend, backend), step, step)
+        add(STOCK, _served(_STOCK, str(copy), folder / "stock"), copy, copy / "zarr", maps=False)
+        add(PLAIN_CLASS, _served(_PLAIN_CLASS, f"{run}@1", folder / "class"), step, step, maps=False)
+        add(_HOT, _warmed_up(run, folder / "hot", 2 * size_of(options.size)), step, None)
+        _compare(options, ways)
     _listings(options, folder)
 
 
@@ -202,18 +209,22 @@ def _served(program: str, what: str, folder: Path) -> Iterator[Path]:
         server.wait(20)
 
 
-def _warm_up(here: Path) -> None:
-    """Until the files are hot and the kernel passes their copies on: then the server reads nothing more."""
-    paths = list(here.glob(_HF))
-    for _ in range(100):
-        for path in paths:
-            evict(path)
-        before = _server_reads(here)
-        for path in paths:
-            read_through(path)
-        if _server_reads(here) == before:
-            return
-    raise RuntimeError("the files were not copied")
+@contextmanager
+def _warmed_up(run: Path, folder: Path, copies_bytes: int) -> Iterator[Path]:
+    """A mount whose files are hot, so that the kernel passes their copies on: then the server reads nothing more."""
+    with mounted(run, folder, "native", "materialise_after_opens=1", f"materialise_bytes={copies_bytes}") as here:
+        paths = list(here.glob(_HF))
+        for _ in range(100):
+            for path in paths:
+                evict(path)
+            before = _server_reads(here)
+            for path in paths:
+                read_through(path)
+            if _server_reads(here) == before:
+                break
+        else:
+            raise RuntimeError("the files were not copied")
+        yield here
 
 
 def _server_reads(here: Path) -> int:
@@ -261,36 +272,47 @@ def _copy(here: Path, copy: Path) -> None:
     shutil.copyfile(largest, target)
 
 
-def _compare(
-    options: Options, plain: Place, mount: Place, own: Path, store: Path | None, *, mmap_too: bool = True
-) -> None:
-    """`own`: the files that the mount reads; `store`: what its zarr/ shows. None: only what is cached is compared."""
-    hf = sorted(p.relative_to(plain.folder) for p in plain.folder.glob(_HF))
-    kinds = [(f"{_HF}, sequential", read_through), (f"{_HF}, mmap", map_through)][: 1 + mmap_too]
+def _compare(options: Options, ways: list[Way]) -> None:
+    """All ways in each turn, each turn in another order: this machine has slow minutes, and they are everybody's."""
+    plain = ways[0].folder
+    hf = sorted(path.relative_to(plain) for path in plain.glob(_HF))
+    (one,) = (path.relative_to(plain / "zarr") for path in files_of(plain / "zarr"))
     for turn in range(-1, options.repetitions):
-        places = (plain, mount) if turn % 2 else (mount, plain)
-        for place in places:
-            for kind, read in kinds:
-                files = [place.folder / path for path in hf]
-                behind = own if place is mount else None
-                _measure(options, place, kind, turn, _read(files, behind, read, cold_too=store is not None))
-        for round_ in range(_ROUNDS if store is not None else 0):
-            for place in places[:: -1 if round_ % 2 else 1]:
-                _read_one(options, plain, place, store, turn, first=round_ == 0)
+        order = shuffled(ways, turn)
+        for way in order:
+            _try(options, ways, way, partial(_read_all, options, way, hf, turn))
+        for round_ in range(_ROUNDS):
+            for way in order[:: -1 if round_ % 2 else 1]:
+                if way.store is not None:
+                    _try(options, ways, way, partial(_read_one, options, way, way.store, one, turn, first=round_ == 0))
 
 
-def _read_one(options: Options, plain: Place, place: Place, store: Path | None, turn: int, *, first: bool) -> None:
+def _try(options: Options, ways: list[Way], way: Way, read: Callable[[], None]) -> None:
+    """A way that fails once is not measured any more."""
+    if way not in ways:
+        return
+    ways.remove(way)
+    with _reported(options, way.name):
+        read()
+        ways.append(way)
+
+
+def _read_all(options: Options, way: Way, hf: list[Path], turn: int) -> None:
+    for kind, read in [(f"{_HF}, sequential", read_through), (f"{_HF}, mmap", map_through)][: 1 + way.maps]:
+        files = [way.folder / path for path in hf]
+        _measure(options, way, kind, turn, _read(files, way.own, read, cold_too=way.store is not None))
+
+
+def _read_one(options: Options, way: Way, store: Path, path: Path, turn: int, *, first: bool) -> None:
     """The file of zarr/, from a mount or where it is stored."""
-    (path,) = (found.relative_to(plain.folder / "zarr") for found in files_of(plain.folder / "zarr"))
-    stored = (store or plain.folder / "zarr") / path
-    file, behind = (stored, None) if place is plain else (place.folder / "zarr" / path, stored)
-    _measure(options, place, _ONE, turn, _read([file], behind, read_through, cold_too=first))
+    file, behind = (store / path, None) if way.own is None else (way.folder / "zarr" / path, store / path)
+    _measure(options, way, _ONE, turn, _read([file], behind, read_through, cold_too=first))
 
 
-def _measure(options: Options, place: Place, kind: str, turn: int, found: Iterator[tuple[str, int, float]]) -> None:
+def _measure(options: Options, way: Way, kind: str, turn: int, found: Iterator[tuple[str, int, float]]) -> None:
     for cache, count, seconds in found:
         if turn >= 0:
-            _note(options, place, kind, cache, count, seconds, turn)
+            _note(options, way, kind, cache, count, seconds, turn)
 
 
 def _read(
@@ -315,17 +337,17 @@ def _read(
             evict(path)
         for path in behind:
             read_through(path)
-        touch_free_memory(nbytes)
     else:
         timed()
+    touch_free_memory(nbytes)  # also where none is needed: it takes the bytes out of the processor's caches
     yield ("warm: backing files cached", *timed())
     yield ("again: second read", *timed())
 
 
-def _note(options: Options, place: Place, kind: str, cache: str, count: int, seconds: float, turn: int) -> None:
-    measure = results.Measure(options.run, "mount", kind, place.name, count, seconds, turn, cache=cache)
+def _note(options: Options, way: Way, kind: str, cache: str, count: int, seconds: float, turn: int) -> None:
+    measure = results.Measure(options.run, "mount", kind, way.name, count, seconds, turn, cache=cache)
     results.append(options.results, measure)
-    print(f"  mount: {kind:30} {cache[:7]:8} {place.name:22} {count / seconds / 1e9:6.2f} GB/s", flush=True)
+    print(f"  mount: {kind:30} {cache[:7]:8} {way.name:22} {count / seconds / 1e9:6.2f} GB/s", flush=True)
 
 
 # --- page cache ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Replies through a pipe: all of a reply or nothing of it, and nothing of a failed one in the next."""
+"""Replies through a pipe: all of a reply or nothing of it, and nothing of a failed one in the next. What is read ahead."""
 
 import errno
 import fcntl
@@ -9,8 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ckptfs.views.nodes import BytesFile, Reader
 from ckptfs_fuse import lending
-from ckptfs_fuse.lending import PIPE_BYTES, _Pipe
+from ckptfs_fuse.lending import PIPE_BYTES, READ_BYTES_MAX, _Pipe
+from ckptfs_fuse.table import AHEAD_BYTES_MIN, BURST_BYTES, Handle
 
 SIZE = 300_000
 
@@ -88,3 +90,48 @@ def test_a_mount_that_is_gone_is_no_error(stored):
         assert pipe.send(nowhere.fileno(), b"h", [(stored[0], 0, 9)])
         number = nowhere.fileno()
     assert pipe.send(number, b"h", [(stored[0], 0, 9)])  # EBADF: nobody waits for it
+
+
+LIMIT = 32 << 20
+
+
+class _Told(Reader):
+    """Remembers which bytes it was told to bring."""
+
+    def __init__(self):
+        super().__init__(BytesFile(b""))
+        self.ranges = []
+
+    def prefetch(self, offset, length):
+        self.ranges.append((offset, offset + length))
+
+
+def read_run(handle, start, count, size=READ_BYTES_MAX):
+    for offset in range(start, start + count * size, size):
+        handle.read_ahead(offset, size, LIMIT)
+
+
+def test_readahead_around_a_fault_is_brought_whole_and_little_beyond_it():
+    told = _Told()
+    start = 300 << 20
+    read_run(Handle(None, told), start, BURST_BYTES // READ_BYTES_MAX)
+    assert told.ranges[0][0] == start
+    for (_, end), (begin, _) in zip(told.ranges, told.ranges[1:], strict=False):
+        assert begin == end  # each byte once, the first request's own too
+    assert BURST_BYTES <= told.ranges[-1][1] - start <= BURST_BYTES + AHEAD_BYTES_MIN
+
+
+def test_a_page_somewhere_brings_nothing_with_it():
+    told = _Told()
+    handle = Handle(None, told)
+    for offset in (5 << 20, 90 << 20, 40 << 20):
+        handle.read_ahead(offset, 4096, LIMIT)
+    assert told.ranges == []
+
+
+def test_who_reads_on_and_on_is_read_ahead_of_up_to_the_limit():
+    told = _Told()
+    handle = Handle(None, told)
+    read_run(handle, 0, 100)
+    position = 100 * READ_BYTES_MAX
+    assert position + LIMIT // 2 < told.ranges[-1][1] <= position + LIMIT

@@ -17,6 +17,7 @@ import pytest
 
 import ckptfs_fuse
 from ckptfs import errors
+from ckptfs.storage.directio import cached_pages
 from ckptfs_fuse import Mount, MountOptions, fusepy_backend, kernel, mount, mounts, umount
 from ckptfs_fuse.server import _await_end
 from fuse_mounting import needs_fuse
@@ -26,6 +27,7 @@ pytestmark = [pytest.mark.fuse, needs_fuse]
 LOCAL = "ckptfs.views.nodes:LocalTree"
 BACKENDS = pytest.mark.parametrize("backend", ["native", "fusepy"])
 WAIT_S = 60
+SERVED = MountOptions(passthrough=False)
 
 
 @pytest.fixture(autouse=True)
@@ -323,6 +325,30 @@ def test_the_readahead_is_raised_for_good(folder, backend):
         assert Path(root, "file").read_bytes() == (folder / "file").read_bytes()
         device = kernel.mounted_at(root).device
         assert Path(f"/sys/class/bdi/{device}/read_ahead_kb").read_text() == "512\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may raise the readahead")
+@BACKENDS
+def test_what_is_read_around_a_fault_is_not_in_memory_twice(folder, backend):
+    import mmap
+
+    size, at = 24 << 20, 12 << 20
+    stored = folder / "large"
+    stored.write_bytes(os.urandom(size))
+    with open(stored, "rb") as file, Mount(LOCAL, {"folder": str(folder)}, backend=backend, options=SERVED) as root:
+        if cached_pages(file.fileno(), 0, size) != size // mmap.PAGESIZE:
+            pytest.skip("this kernel does not say what is cached")
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            os.close(os.open(stored, os.O_RDONLY | os.O_DIRECT))
+        except OSError:
+            pytest.skip("this file system refuses direct requests")
+        with open(f"{root}/large", "rb") as shown, mmap.mmap(shown.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            found = mapped[at]
+            assert cached_pages(shown.fileno(), 0, size) * mmap.PAGESIZE >= 2 << 20  # it did read around it
+            assert cached_pages(file.fileno(), 0, size) * mmap.PAGESIZE < 1 << 20
+        assert found == os.pread(file.fileno(), 1, at)[0]
 
 
 @BACKENDS

@@ -172,7 +172,8 @@ def test_a_hint_that_is_refused_keeps_nobody_waiting(stored, monkeypatch):
     assert b"".join(file.lent(0, SIZE)) == expected
 
 
-def test_windows_that_nobody_comes_for_give_way(tmp_path):
+def test_windows_that_nobody_comes_for_give_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(mapped, "FORGOTTEN_S", 60.0)
     paths = [tmp_path / "first", tmp_path / "second"]
     contents = [make(path, BUFFERS * WINDOW_BYTES, seed) for seed, path in enumerate(paths)]
     if not takes_direct_requests(paths[0]):

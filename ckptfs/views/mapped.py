@@ -39,7 +39,7 @@ THREADS = 4
 WAITING_MAX = 64
 SMALLEST_BYTES = 1 << 20  # shorter stretches come through the page cache
 WAIT_S = 30.0
-FORGOTTEN_S = 1.0  # a window that nobody came for in that time may be given up for another
+FORGOTTEN_S = 0.25  # a window that nobody came for in that time may be given up for another
 REST_S = 10.0  # without work for that long, the memory is given back
 
 _MADV_WILLNEED = 3

@@ -85,7 +85,8 @@ class _Inquiry:
 
     def init(self, message: bytes) -> bytes:
         abilities = wire.MAX_PAGES | wire.DO_READDIRPLUS & wire.init_in(message[wire.HEADER_BYTES :]).flags
-        return wire.with_newer_abilities(self.ask(message), abilities, READ_BYTES_MAX // wire.PAGE_BYTES)
+        pages = READ_BYTES_MAX // wire.PAGE_BYTES
+        return wire.with_newer_abilities(self.ask(message), abilities, pages, wire.BACKGROUND_MAX)
 
     def readdirplus(self, request: wire.Request, body: bytes) -> bytes:
         reply = self.ask(wire.request_bytes(request, wire.Op.READDIR, body))

@@ -134,9 +134,8 @@ class NativeServer:
         elif self._options.passthrough:
             reason = "only root may" if os.geteuid() else "the kernel is older than 6.9"
             log.warning("no passthrough, %s: files are read by the server, at about a third of the speed", reason)
-        return wire.init_out(
-            offer, flags, max_pages=READ_BYTES_MAX // wire.PAGE_BYTES, max_background=64, stack_depth=2
-        )
+        pages = READ_BYTES_MAX // wire.PAGE_BYTES
+        return wire.init_out(offer, flags, max_pages=pages, max_background=wire.BACKGROUND_MAX, stack_depth=2)
 
     def _serve(self) -> None:
         # All threads share one descriptor. A clone each would tie late answers to it: the kernel takes a reply only

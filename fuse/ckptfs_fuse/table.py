@@ -17,6 +17,8 @@ from ckptfs_fuse.answers import inode_number, version_of
 
 OUT_OF_ORDER_BYTES = 2 << 20  # as far apart come the kernel's readahead requests of one reader
 AHEAD_BYTES_MIN = 4 << 20
+BURST_BYTES = 8 << 20  # what the kernel reads around a fault: nobody may come for what follows
+BURST_REQUEST_BYTES = 256 << 10  # requests of single pages are smaller
 
 
 @dataclass(slots=True)
@@ -52,18 +54,24 @@ class Handle:
         self._lock = threading.Lock()
 
     def read_ahead(self, offset: int, size: int, limit_bytes: int) -> None:
-        """Files are read from the disk ahead of a reader that goes on where it was: further, the longer it does."""
+        """Files are read from the disk ahead of a reader that goes on where it was: further, the longer it does.
+
+        A large request somewhere else is the kernel's readahead around a fault: that is read in large pieces as well.
+        """
         is_sequential = abs(offset - self.expected) <= OUT_OF_ORDER_BYTES
         self.expected = offset + size
-        if not is_sequential:
-            self.prefetched = self.run_bytes = 0
-            return
-        self.run_bytes += size
-        ahead = min(limit_bytes, max(AHEAD_BYTES_MIN, 2 * self.run_bytes))
+        # What is asked for now is read past the page cache too if it is much: else it would be in memory twice.
+        needed = offset if size >= BURST_REQUEST_BYTES else offset + size
+        if is_sequential:
+            self.run_bytes += size
+            ahead = min(limit_bytes, max(AHEAD_BYTES_MIN, 2 * (self.run_bytes - BURST_BYTES)))
+        else:
+            self.run_bytes = self.prefetched = ahead = 0
         if offset + size + ahead // 2 > self.prefetched:
-            start = max(self.prefetched, offset + size)
+            start = max(self.prefetched, needed)
             self.prefetched = offset + size + ahead
-            self.reader.prefetch(start, self.prefetched - start)
+            if start < self.prefetched:
+                self.reader.prefetch(start, self.prefetched - start)
 
     def take(self) -> None:
         with self._lock:

@@ -19,6 +19,7 @@ HEADER_BYTES = 40
 REPLY_HEADER_BYTES = 16
 PAGE_BYTES = 4096
 REQUEST_BYTES = 64 * 1024  # nothing but names and small structures comes in: the mount is read-only
+BACKGROUND_MAX = 64  # requests of readahead at the same time: those around four faults
 WRITE_BYTES_MAX = 4096  # the least that the kernel takes
 
 # INIT flags
@@ -186,14 +187,17 @@ def dirents_in(payload: bytes) -> Iterator[tuple[bytes, bytes]]:
         at = end
 
 
-def with_newer_abilities(reply: bytes, flags_more: int, max_pages: int) -> bytes:
-    """An answer to INIT, also a short one of an older library, that agrees to more: flags, and pages of a request."""
+def with_newer_abilities(reply: bytes, flags_more: int, max_pages: int, max_background: int) -> bytes:
+    """An answer to INIT, also a short one of an older library, that agrees to more.
+
+    Flags, pages of a request, and requests at the same time: with less than a readahead has, its end is left out.
+    """
     whole = bytearray(reply.ljust(REPLY_HEADER_BYTES + _INIT_OUT.size, b"\0"))
     _, error, unique = _REPLY.unpack_from(whole)
     major, minor, max_readahead, flags, *rest = _INIT_OUT.unpack_from(whole, REPLY_HEADER_BYTES)
     if error or major != MAJOR or len(reply) < REPLY_HEADER_BYTES + INIT_OUT_OLD_BYTES:
         return reply
-    rest[4] = max_pages
+    rest[0], rest[1], rest[4] = max_background, max_background * 3 // 4, max_pages
     _REPLY.pack_into(whole, 0, len(whole), 0, unique)
     _INIT_OUT.pack_into(whole, REPLY_HEADER_BYTES, major, minor, max_readahead, flags | flags_more, *rest)
     return bytes(whole)

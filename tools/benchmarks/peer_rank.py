@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -153,6 +154,8 @@ def main() -> None:
                 reply = {"error": f"{type(error).__name__}: {error}"}
             replies.write(json.dumps(reply) + "\n")
             replies.flush()
+    for child in multiprocessing.active_children():  # ByteCheckpoint keeps one
+        child.kill()
     os._exit(0)  # the libraries' own threads and farewells are not waited for
 
 

@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -57,15 +58,19 @@ class Pattern:
             raise FormatError(
                 f"{self.text[:80]!r} is ambiguous: placeholders side by side, or more than {_FREE} of text"
             )
-        object.__setattr__(self, "_regex", re.compile(self._expression(), re.DOTALL | re.ASCII))
-        object.__setattr__(self, "_prefix", self.text.split("{", 1)[0])
 
-    def _expression(self) -> str:
+    @cached_property
+    def _prefix(self) -> str:
+        return self.text.split("{", 1)[0]
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        """Made for the first name that it may fit: most patterns of the built-in maps never meet one."""
         parts, at = [], 0
         for found in _PLACEHOLDER.finditer(self.text):
             parts += [re.escape(self.text[at : found.start()]), _KINDS[found[2]]]
             at = found.end()
-        return "".join([*parts, re.escape(self.text[at:])])
+        return re.compile("".join([*parts, re.escape(self.text[at:])]), re.DOTALL | re.ASCII)
 
     @property
     def names(self) -> list[str]:
@@ -76,9 +81,9 @@ class Pattern:
         return {found[1]: found[2] or "" for found in _PLACEHOLDER.finditer(self.text)}
 
     def match(self, name: str) -> Bindings | None:
-        if not name.startswith(self._prefix):  # type: ignore[attr-defined]
+        if not name.startswith(self._prefix):
             return None
-        found = self._regex.fullmatch(name)  # type: ignore[attr-defined]
+        found = self._regex.fullmatch(name)
         return None if found is None else dict(zip(self.names, found.groups(), strict=True))
 
     def fill(self, bindings: Mapping[str, str]) -> str:

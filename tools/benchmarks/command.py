@@ -19,10 +19,10 @@ RECORD = {
     "import": ("1M", 5),
     "small": ("32M", 3),
     "save": ("2G", 9),  # single readings differ by half
-    "reshard": ("2G", 5),
+    "reshard": ("2G", 9),
     "slice": ("2G", 3),
     "async": ("2G", 2),
-    "mount": ("512M", 3),
+    "mount": ("512M", 5),
     "coldstart": ("512M", 3),
     "relayout": ("512M", 2),
     "big": ("8G", 1),

@@ -120,10 +120,19 @@ def environments_of(options: Options, scenario: str) -> dict[str, dict[str, str]
         if options.systems and peer not in options.systems:
             continue
         try:
+            _check_memory(options)
             peers[peer] = python_of(peer, options.environments)
         except Unavailable as reason:
             unavailable[peer] = str(reason)
     return {"peers": peers, "unavailable": unavailable}
+
+
+def _check_memory(options: Options) -> None:
+    """Their ranks hold the state once more, beside ours, and copies of it while they save or load."""
+    needed = 4 * size_of(options.size)
+    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if has < needed:
+        raise Unavailable(f"it takes about {needed >> 30} GiB of memory, this machine has {has >> 30}")
 
 
 def note_memcpy(options: Options, scenario: str) -> None:

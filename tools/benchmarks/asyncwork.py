@@ -400,13 +400,13 @@ def beside(ranks: Ranks) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for DCP
     state = State(shapes(size_of(plan.size)), 0, 1)
     optimizer = _optimizer(list(state.local.values()))
+    quick = plan.repetitions == 1  # without other processes to compare with
     ways = [
         kind(ranks, dict(state.local), optimizer)
         for kind in BESIDE
-        if issubclass(kind, (Idle, Spinning)) or not plan.systems or kind.name in plan.systems
+        if kind is Idle or (issubclass(kind, Spinning) and not quick) or not plan.systems or kind.name in plan.systems
     ]
     number = 0
-    quick = ranks.plan.repetitions == 1
     for size, count in {PRODUCTS[0]: 1}.items() if quick else STRETCHES.items():
         work = Products(size)
         for turn in range(-1, count):

@@ -1,6 +1,7 @@
 """Ranks as real processes over a real TCPStore: killed, stopped, and with the store's host gone."""
 
 import contextlib
+import ctypes
 import datetime as dt
 import json
 import os
@@ -185,11 +186,22 @@ def test_when_the_host_of_the_store_is_gone_or_stopped_all_ranks_end_and_say_so(
 @pytest.fixture
 def stores(tmp_path):
     distributed = pytest.importorskip("torch.distributed")
-    tcp = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    return {"tcp": tcp, "file": distributed.FileStore(str(tmp_path / "store"), 4), "hash": distributed.HashStore()}
+    tcp, old = (
+        distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=new) for new in (True, False)
+    )
+    return {
+        "tcp": tcp,
+        "tcp without libuv": old,
+        "prefix": distributed.PrefixStore("of/", distributed.PrefixStore("ours", tcp)),
+        "file": distributed.FileStore(str(tmp_path / "store"), 4),
+        "hash": distributed.HashStore(),
+    }
 
 
-@pytest.mark.parametrize("kind", ["tcp", "hash"])
+KINDS = ["tcp", "tcp without libuv", "prefix", "hash"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_store_does_what_a_round_needs(stores, kind):
     kv = C10dKV(stores[kind].clone())
     kv.set("a", b"\0\xff")
@@ -204,6 +216,57 @@ def test_every_store_does_what_a_round_needs(stores, kind):
     assert kv.nonce("x") == kv.nonce("y") == "x"
     with pytest.raises(TimeoutError):
         kv.wait(["a"], 0.05)
+    many = {f"many/{number}": bytes([number]) for number in range(100)} | {"empty": b""}
+    for key, value in many.items():
+        kv.set(key, value)
+    assert kv.get_many(list(many)) == list(many.values())
+    assert kv.get_many([*many, "missing"]) == [*many.values(), None]
+    assert kv.check("missing") is False  # reading left nothing
+
+
+class Emptied:
+    """A store from which somebody removes a key after each request about it."""
+
+    def __init__(self, store):
+        self._store, self._other = store.clone(), store.clone()
+
+    def __getattr__(self, name):
+        method = getattr(self._store, name)
+
+        def call(*args):
+            answer = method(*args)
+            for key in args[:1]:
+                for one in [key] if isinstance(key, str) else key:
+                    self._other.delete_key(one)
+            return answer
+
+        return call
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_that_goes_while_it_is_read_holds_nobody_up(stores, kind):
+    """As for a rank that is stopped in the middle of a read and goes on when the others have left the round."""
+    there, going = C10dKV(stores[kind].clone()), C10dKV(Emptied(stores[kind]), answer_timeout_s=2)
+    for keys in (["a"], ["a", "b", "a"]):
+        there.set("a", b"\0\xff")
+        there.set("b", b"b")
+        found = dict(zip(keys, going.get_many(keys), strict=True))
+        assert found["a"] in {b"\0\xff", None}
+        assert found.get("b") in {b"b", None}
+        assert not there.check("a")  # or nothing was tested
+    there.set("a", b"\0\xff")
+    with pytest.raises(TimeoutError):
+        going.get("a", 0.05)
+    there.set("b", b"b")
+    assert going.get_many(["b"]) == [b"b"]
+
+
+def test_who_was_held_up_itself_still_takes_the_answer(stores):
+    """As a process that was stopped: for longer than the store may take, none of its threads runs."""
+    kv = C10dKV(stores["tcp"].clone(), answer_timeout_s=1.0)
+    hold_the_interpreter = ctypes.PyDLL(None).usleep
+    hold_the_interpreter.argtypes = [ctypes.c_uint]
+    assert kv._ask(lambda: hold_the_interpreter(1_100_000)) == 0
 
 
 @pytest.mark.parametrize("size", [8, 64])

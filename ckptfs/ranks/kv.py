@@ -20,10 +20,17 @@ _T = TypeVar("_T")
 
 PART_BYTES = 4 << 20  # a TCPStore refuses values above 8 MiB
 _KEYS_PER_REQUEST = 4096
+_ONE_BY_ONE = 64  # so many keys are read by a request each: 6 ms
+_NOTHING = "ckptfs: nothing is stored here"  # no value of ours is this
 
 
 class KV(Protocol):
-    """The little that a round needs of a store. Only `get` and `wait` wait, at most `timeout_s`."""
+    """The little that a round needs of a store. Only `get` and `wait` wait, at most `timeout_s`.
+
+    Any key may be removed at any time, also by others while this process is stopped in the middle of a call. Only who
+    reads more than 64 at once sees to it that nobody removes them meanwhile: the leader reads beats and reports, and
+    their owners remove them after its verdict.
+    """
 
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str, timeout_s: float) -> bytes: ...
@@ -153,7 +160,8 @@ class C10dKV:
             raise self._no_answer()
         call = _Call(work)
         self._calls.put(call)
-        if not call.finished.wait(self._answer_timeout_s):
+        # Two waits: who was stopped itself finds the first one over while the answer is about to be taken.
+        if not any(call.finished.wait(self._answer_timeout_s / 2) for _ in range(2)):
             self._hung = call
             raise self._no_answer()
         if isinstance(call.error, RuntimeError):  # torch's DistNetworkError and DistStoreError
@@ -189,10 +197,16 @@ class C10dKV:
         return values
 
     def _read(self, names: Sequence[str]) -> list[bytes | None]:
-        # A store's get and multi_get block on names that are not there, so ask first. Usually all are: two requests.
-        there = names if self._store.check(list(names)) else [name for name in names if self._store.check([name])]
-        found = dict(zip(there, self._store.multi_get(list(there)), strict=True)) if there else {}
-        return [bytes(found[name]) if name in found else None for name in names]
+        # A store's get and multi_get block for minutes on names that are not there, so also on those that were removed
+        # since a check. They are only for what nobody removes.
+        if len(names) > _ONE_BY_ONE and self._store.check(list(names)):
+            return [bytes(value) for value in self._store.multi_get(list(names))]
+        return [self._read_one(name) for name in names]
+
+    def _read_one(self, name: str) -> bytes | None:
+        """A read that never blocks: to replace one thing by itself sets nothing, and is answered with what is there."""
+        value = bytes(self._store.compare_set(name, _NOTHING, _NOTHING))
+        return None if value == _NOTHING.encode() else value
 
     def check(self, key: str) -> bool:
         return self._ask(lambda: bool(self._store.check([self._prefix + key])))

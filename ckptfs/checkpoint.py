@@ -85,7 +85,8 @@ class Array(LazyArray):
             check = self._start_of(window.data, part)
         else:
             return None
-        return part.nbytes, partial(self._copy, window, part, pair, check, partial(self._fill_again, index, out))
+        otherwise = partial(self._fill_again, index, out)
+        return Job(part.nbytes, partial(self._copy, window, part, pair, check, otherwise), held=True)
 
     def _fill_again(self, index: Any, out: Any) -> None:
         parts, finish = self.parts(index, out)
@@ -98,9 +99,12 @@ class Array(LazyArray):
         if not window.file.intact():  # closed meanwhile, because many others were opened; or cut
             otherwise()
             return
-        np.copyto(*pair)
-        if start is not None:
-            self._checkpoint.check_window(self.param, start, part)
+        if start is not None and pair[0].flags.c_contiguous:
+            self._checkpoint.copy_window(self.param, start, part, pair[0])
+        else:
+            np.copyto(*pair)
+            if start is not None:
+                self._checkpoint.check_window(self.param, start, part)
         window.count(part.nbytes)
 
     def _part(self, window: Window, index: Any) -> Data | None:
@@ -305,6 +309,10 @@ class Checkpoint(Mapping[str, Array]):
     def check_window(self, param: Param, start: int, part: Data) -> None:
         """Check the extents in a part of a window, see `Reader.check_window`."""
         self._reader.check_window(param, start, part)
+
+    def copy_window(self, param: Param, start: int, part: Data, out: Data) -> None:
+        """The same, and a copy of it in contiguous memory, see `Reader.copy_window`."""
+        self._reader.copy_window(param, start, part, out)
 
     @property
     def bytes_read(self) -> int:

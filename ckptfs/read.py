@@ -17,9 +17,9 @@ from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from math import gcd, prod
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from ckptfs.storage.pagecache import OpenFile, OpenFiles, Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from ckptfs.grid import Layout
     from ckptfs.manifest import Param
@@ -42,7 +43,13 @@ if TYPE_CHECKING:
     from ckptfs.storage import Store
 
 
-Job = tuple[int, "Callable[[], None]"]  # bytes of the destination, and what fills them
+class Job(NamedTuple):
+    """What fills a part of a destination."""
+
+    nbytes: int  # of the destination
+    do: Callable[[], object]
+    held: bool = False  # in memory already: nothing to wait for
+
 
 _THREADS_FROM_BYTES = 1 << 20  # less is read before threads have started
 _PART_BYTES = 2 << 20  # of one run: the fastest request through huge pages
@@ -57,7 +64,7 @@ _IN_FLIGHT, _AT_WORK = 2, 4
 _FEW = 8  # pieces of one array that are looked at one by one
 _CARRIERS = {size: np.dtype(name) for size, name in {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}.items()}
 _CORES = os.cpu_count() or 1
-_END: Job = (0, lambda: None)
+_END = Job(0, lambda: None)
 _SMALL_TOGETHER = 64  # requests below the size that goes past the page cache, in one job
 _AT_MOST = 3  # times `read_threads` where requests are short: 12 threads read a cold shard 1.13 times as fast as 8
 _RUNS = 256  # shorter runs that one job reads
@@ -166,18 +173,8 @@ class Reader:
         """Many slices, planned while they are read. An error leaves those filled that were read before it.
 
         Their requests are short, and between them a thread plans, copies and checks: more threads keep the disk busy.
-        What is in the page cache is copied by as many threads as there are cores: more would only take turns.
         """
-        rest = iter(wanted)
-        ready: list[Job | tuple[Param, list[Target]]] = []
-        for one in rest:
-            ready.append(one)
-            if not isinstance(one[0], int):
-                break
-        else:
-            self.run(cast("Iterator[Job]", iter(ready)), nbytes, threads=_CORES)
-            return
-        self.run(self._many(chain(ready, rest), verify), nbytes, threads=_AT_MOST * self.settings.read_threads)
+        self.run(self._many(wanted, verify), nbytes, threads=_AT_MOST * self.settings.read_threads)
 
     def _many(self, wanted: Iterable[Job | tuple[Param, list[Target]]], verify: str) -> Iterator[Job]:
         """Many slices (or jobs) as jobs, while they are planned; small cold ones are asked for now and done last.
@@ -186,7 +183,7 @@ class Reader:
         """
         small: list[Job] = []
         for one in wanted:
-            if isinstance(one[0], int):
+            if isinstance(one, Job):
                 yield one
                 continue
             param, targets = one
@@ -213,7 +210,7 @@ class Reader:
             os.posix_fadvise(file.fd, request.offset, request.length, os.POSIX_FADV_WILLNEED)
         finally:
             self._opened().give(file)
-        return out.nbytes, partial(self._fetch_run, param, request, out.reshape(-1).view(np.uint8))
+        return Job(out.nbytes, partial(self._fetch_run, param, request, out.reshape(-1).view(np.uint8)))
 
     def run(
         self,
@@ -224,37 +221,43 @@ class Reader:
     ) -> None:
         """All jobs, on this thread and some helpers: the first are done while the later ones are planned.
 
-        The first error ends it, when nobody writes any more.
+        Whoever takes a job calls one more helper for the next. What is held is copied by as many threads as there are
+        cores: more would only take turns. The first error ends it, when nobody writes any more.
         """
         if self._process != os.getpid():
             self._start()
         done, over = 0, False
         planning, counting = threading.Lock(), threading.Lock()
+        helpers: list[Future[None]] = []
+        most = min(threads or self.settings.read_threads, -(-nbytes // _PART_BYTES)) - 1
+
+        def hire(wanted: int) -> None:
+            """One more helper, if there are to be so many; only while planning, which ends when it is over."""
+            if nbytes >= _THREADS_FROM_BYTES and len(helpers) < wanted and not over:
+                helpers.append(self._helpers().submit(work, lambda _: None))
 
         def work(tell: Callable[[int], None]) -> None:
             nonlocal done, over
             try:
                 while not over:
                     with planning:
-                        length, job = next(jobs, _END)
-                    job()
-                    if not length:
-                        return
+                        job = next(jobs, _END)
+                        if job is _END:
+                            return
+                        hire(min(most, _CORES - 1) if job.held else most)
+                    job.do()
                     with counting:
-                        done += length
+                        done += job.nbytes
                     tell(done)
             except BaseException:
                 over = True
                 raise
 
-        helpers = []
-        if nbytes >= _THREADS_FROM_BYTES:
-            pool = self._helpers()
-            count = min(threads or self.settings.read_threads, -(-nbytes // _PART_BYTES)) - 1
-            helpers = [pool.submit(work, lambda _: None) for _ in range(count)]
         try:
             work(progress)
         finally:
+            with planning:  # a helper that was about to hire has done so, or sees that it is over
+                pass
             for helper in helpers:
                 helper.cancel()  # those that wait behind the helpers of another read
             wait_for(helpers)
@@ -273,14 +276,14 @@ class Reader:
         for param, targets in wanted:
             for one in requests(param, (t.box for t in targets), whole=True, io_bytes=self.settings.io_bytes):
                 if one.length >= DIRECT_MIN_BYTES or not self._mappable:
-                    yield one.length, partial(self._serve, param, targets, one, check=True)
+                    yield Job(one.length, partial(self._serve, param, targets, one, check=True))
                     continue
                 small.append((param, targets, one))
                 if len(small) == _SMALL_TOGETHER:
-                    yield sum(one.length for *_, one in small), partial(self._serve_small, small)
+                    yield Job(sum(one.length for *_, one in small), partial(self._serve_small, small))
                     small = []
         if small:
-            yield sum(one.length for *_, one in small), partial(self._serve_small, small)
+            yield Job(sum(one.length for *_, one in small), partial(self._serve_small, small))
 
     def _serve_small(self, small: Sequence[tuple[Param, Sequence[Target], Request]]) -> None:
         for param, _, request in small:  # the disk gets all requests before the first is waited for
@@ -296,7 +299,7 @@ class Reader:
         """Everything for these targets, each stored byte once."""
         whole = verify == "full" or (verify == "extents" and any(_is_whole(param, t) for t in targets))
         found = requests(param, (t.box for t in targets), whole=whole, io_bytes=self.settings.io_bytes)
-        return [(one.length, partial(self._serve, param, targets, one, verify != "none")) for one in found]
+        return [Job(one.length, partial(self._serve, param, targets, one, verify != "none")) for one in found]
 
     # --- slices ----------------------------------------------------------------------------------------
 
@@ -320,6 +323,22 @@ class Reader:
         """Check the extents that lie whole in a run of a window, which begins at this byte of the array."""
         request = _request(param, start, start + part.nbytes, check=True)
         check_extents(param, request, part.reshape(-1).view(np.uint8).data, self.store.url)
+
+    def copy_window(self, param: Param, start: int, part: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
+        """Copy a run of a window to contiguous memory, and check the extents that lie whole in it."""
+        request = _request(param, start, start + part.nbytes, check=True)
+        self._copy(param, request, part.reshape(-1).view(np.uint8), out.reshape(-1).view(np.uint8))
+
+    def _copy(self, param: Param, request: Request, source: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
+        """Copy the bytes of a request, and check each extent while the processor's cache has it."""
+        done = 0
+        for number in range(request.first, request.last):
+            low = int(param.extents.offset[number]) - request.offset
+            high = low + int(param.extents.length[number])
+            np.copyto(out[done:high], source[done:high])
+            check_extent(param, number, out.data[low:high], self.store.url)
+            done = high
+        np.copyto(out[done:], source[done:])
 
     def _slices(self, param: Param, targets: Sequence[Target], verify: str) -> list[Job]:
         """Parts of an array: what is in the page cache is copied here and now, the rest is left to do."""
@@ -359,7 +378,7 @@ class Reader:
         if self._holds(param, block, low, high):
             parts = min(_CORES, out.nbytes // _PART_BYTES)
             bands = _cut(inner, out, parts) if parts > 1 else [(inner, out)]
-            jobs: list[Job] = [(part.nbytes, partial(self._copy_box, param, block, band, part)) for band, part in bands]
+            jobs = [Job(into.nbytes, partial(self._copy_box, param, block, band, into), True) for band, into in bands]
         else:
             jobs = self._cold(param, block, inner, out)
         if check and run_bytes >= param.shortest_extent:
@@ -406,12 +425,8 @@ class Reader:
         for low, high in _cut_run(param, start, stop, part_bytes, check):
             request = _request(param, low, high, check)
             part = flat[low - start : high - start]
-            job = (
-                partial(self._copy_run, param, request, part)
-                if held
-                else partial(self._fetch_run, param, request, part)
-            )
-            jobs.append((high - low, job))
+            one = self._copy_run if held else self._fetch_run
+            jobs.append(Job(high - low, partial(one, param, request, part), held))
         return jobs
 
     def _holds(self, param: Param, block: int, low: int, high: int) -> bool:
@@ -432,14 +447,7 @@ class Reader:
         try:
             held = file.holds(request.offset, request.length)
             if held:
-                source, done = file.bytes()[request.offset : request.offset + request.length], 0
-                for number in range(request.first, request.last):
-                    low = int(param.extents.offset[number]) - request.offset
-                    high = low + int(param.extents.length[number])
-                    np.copyto(out[done:high], source[done:high])
-                    check_extent(param, number, out.data[low:high], self.store.url)
-                    done = high
-                np.copyto(out[done:], source[done:])
+                self._copy(param, request, file.bytes()[request.offset : request.offset + request.length], out)
         finally:
             self._opened().give(file)
         if not held:
@@ -461,16 +469,16 @@ class Reader:
         if held:
             self.count(out.nbytes)
             return
-        for _, job in self._cold(param, block, inner, out):
-            job()
+        for job in self._cold(param, block, inner, out):
+            job.do()
 
     def _bands(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], found: Comb) -> list[Job]:
         """A box that is read with its gaps, in bands that several threads may bring."""
         if found.length <= _SCRATCH_BYTES and not found.passed_bytes:
-            return [(out.nbytes, partial(self._through_space, param, block, inner, out))]
+            return [Job(out.nbytes, partial(self._through_space, param, block, inner, out))]
         jobs = list(_cut(inner, out, _STREAMS if found.length > _STREAMS * _BAND_BYTES else 1))
         gaps = None if found.passed_bytes else found.bridged_bytes // len(jobs)
-        return [(part.nbytes, partial(self._stream, param, block, box, part, gaps)) for box, part in jobs]
+        return [Job(part.nbytes, partial(self._stream, param, block, box, part, gaps)) for box, part in jobs]
 
     def _stream(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any], gap_bytes: int | None) -> None:
         """Band after band: many streams in one file would disturb the kernel's readahead.
@@ -495,8 +503,8 @@ class Reader:
         finally:
             self._opened().give(file)
         if gap_bytes is None:
-            for _, job in self._cold(param, block, inner, out, passing=False):
-                job()
+            for job in self._cold(param, block, inner, out, passing=False):
+                job.do()
         else:
             self._through_space(param, block, inner, out)
 
@@ -514,7 +522,7 @@ class Reader:
         """Short runs far apart, each read on its own."""
         pieces = -(-prod(inner.shape[: found.dims]) // _RUNS)
         return [
-            (part.nbytes, partial(self._group, param, block, band, part, found))
+            Job(part.nbytes, partial(self._group, param, block, band, part, found))
             for band, part in _cut(inner, out, pieces)
         ]
 
@@ -666,12 +674,12 @@ def _and_then(jobs: list[Job], last: Callable[[], None]) -> list[Job]:
     """The same jobs, for any threads; the one that is done last does one thing more."""
     left = count(len(jobs) - 1, -1)
 
-    def one(job: Callable[[], None]) -> None:
-        job()
+    def one(do: Callable[[], object]) -> None:
+        do()
         if next(left) == 0:
             last()
 
-    return [(nbytes, partial(one, job)) for nbytes, job in jobs]
+    return [job._replace(do=partial(one, job.do)) for job in jobs]
 
 
 def _allowance(param: Param, inner: Box) -> int:

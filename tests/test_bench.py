@@ -380,7 +380,8 @@ def test_a_quick_look_is_at_every_scenario_once_and_in_small(tmp_path, monkeypat
     assert command.main(["all", "--size", "64M", "--results", str(tmp_path / "r.jsonl")]) == 0
     assert seen.keys() == command.RECORD.keys()
     assert {options.repetitions for options in seen.values()} == {1}
-    assert (seen["save"].size, seen["relayout"].size, seen["coldstart"].systems) == ("32M", "16M", [])
+    assert (seen["save"].size, seen["relayout"].size, seen["import"].systems) == ("32M", "16M", [])
+    assert seen["mount"].systems == ["ckptfs mount, native", "ckptfs mount, fusepy"]
     assert "relayout: 16M, 1 repetition, only ckptfs" in capsys.readouterr().out
 
 

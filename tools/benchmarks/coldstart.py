@@ -69,11 +69,14 @@ def measure_cold_starts(options: Options, folder: Path) -> None:
     }
     with contextlib.ExitStack() as stack:
         for backend in ("native", "fusepy"):
+            name = f"ckptfs mount, {backend}"
+            if options.systems and name not in options.systems:
+                continue
             try:
                 here = stack.enter_context(mounted(run, folder / backend, backend))
-                ways[f"ckptfs mount, {backend}"] = (_code(_LOAD, nbytes, path=str(here / "hf")), run)
+                ways[name] = (_code(_LOAD, nbytes, path=str(here / "hf")), run)
             except Exception as error:
-                _skip(options, f"ckptfs mount, {backend}", error)
+                _skip(options, name, error)
         _measure(options, ways, folder, nbytes)
 
 

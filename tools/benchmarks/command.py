@@ -37,6 +37,8 @@ QUICK_SYSTEMS = dict.fromkeys(["save", "reshard", "big"], _WITH_OURS) | {
     "slice": ["ckptfs", "safetensors", "zarr-python"],  # each cold read waits until the disk has been idle
     "relayout": ["ckptfs"],  # three starts of torch, with others for each of them
     "async": ["ckptfs save_async(before_update)", "DCP async_save"],
+    "mount": ["ckptfs mount, native", "ckptfs mount, fusepy"],  # each mount is a process more
+    "coldstart": ["ckptfs mount, native"],  # each is a start of transformers
 }
 
 

@@ -43,10 +43,11 @@ _BLOCK = memoryview(bytearray(1 << 20))
 _HF = "hf/*.safetensors"
 _HOT = "ckptfs mount, native, hot files copied"
 STOCK = "fusepy, its own example"
-_FILES = 10_000
+_FILES, _FEW_FILES = 10_000, 1_000  # few: in a quick look
 _COLUMNS = 4096
 _ONE = "one file of zarr/, sequential"
 _ROUNDS = 8  # in each repetition, of the one file: it takes 20 ms, so that single readings say little
+_QUICK_ROUNDS = 2
 _STOCK = """
 import os, sys
 import fuse
@@ -170,6 +171,8 @@ def measure_mounts(options: Options, folder: Path) -> None:
         ways = [Way("plain files", copy, None, step)]
 
         def add(name: str, mount: AbstractContextManager[Path], own: Path, store: Path | None, **kinds: bool) -> None:
+            if options.systems and name not in options.systems:
+                return
             with _reported(options, name):
                 ways.append(Way(name, mounts.enter_context(mount), own, store, **kinds))
 
@@ -237,26 +240,27 @@ def _listings(options: Options, folder: Path) -> None:
     import ckptfs
 
     run, plain = folder / "many", folder / "many-plain"
+    count = _FEW_FILES if options.repetitions == 1 else _FILES
     with ckptfs.Run(run) as opened:
-        opened.save(1, {f"layer.{n:05d}.weight": np.full(16, n, np.float32) for n in range(_FILES)})
+        opened.save(1, {f"layer.{n:05d}.weight": np.full(16, n, np.float32) for n in range(count)})
     plain.mkdir()
-    for number in range(_FILES):
+    for number in range(count):
         (plain / f"layer.{number:05d}.weight").write_bytes(bytes(64))
     for turn in range(options.repetitions):
-        _list_once(options, "plain files", plain, turn)
+        _list_once(options, "plain files", plain, count, turn)
         for backend in BACKENDS:
             name = f"ckptfs mount, {backend}"
             with _reported(options, name), mounted(run, folder / f"many-{backend}-{turn}", backend) as here:
-                _list_once(options, name, here / "raw", turn)
+                _list_once(options, name, here / "raw", count, turn)
 
 
-def _list_once(options: Options, system: str, folder: Path, turn: int) -> None:
+def _list_once(options: Options, system: str, folder: Path, count: int, turn: int) -> None:
     begin = time.perf_counter()
     done = subprocess.run(["ls", "-l", str(folder)], capture_output=True, check=True, timeout=60)
     seconds = time.perf_counter() - begin
-    if done.stdout.count(b"\n") <= _FILES:
+    if done.stdout.count(b"\n") <= count:
         raise RuntimeError(f"{folder}: not everything was listed")
-    measure = results.Measure(options.run, "mount", f"ls -l of {_FILES:,} parameters", system, 0, seconds, turn)
+    measure = results.Measure(options.run, "mount", f"ls -l of {count:,} parameters", system, 0, seconds, turn)
     results.append(options.results, measure)
     print(f"  mount: {measure.operation:30} {system:22} {seconds:6.3f} s", flush=True)
 
@@ -277,11 +281,12 @@ def _compare(options: Options, ways: list[Way]) -> None:
     plain = ways[0].folder
     hf = sorted(path.relative_to(plain) for path in plain.glob(_HF))
     (one,) = (path.relative_to(plain / "zarr") for path in files_of(plain / "zarr"))
-    for turn in range(-1 if options.repetitions > 1 else 0, options.repetitions):  # a quick look warms nothing up
+    quick = options.repetitions == 1  # warms nothing up
+    for turn in range(0 if quick else -1, options.repetitions):
         order = shuffled(ways, turn)
         for way in order:
             _try(options, ways, way, partial(_read_all, options, way, hf, turn))
-        for round_ in range(_ROUNDS):
+        for round_ in range(_QUICK_ROUNDS if quick else _ROUNDS):
             for way in order[:: -1 if round_ % 2 else 1]:
                 if way.store is not None:
                     _try(options, ways, way, partial(_read_one, options, way, way.store, one, turn, first=round_ == 0))

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import logging
+import mmap
 import os
 import threading
 
@@ -371,3 +372,28 @@ def test_direct_requests_take_a_turn_and_give_it_back_after_an_error(tmp_path):
         reader._read_direct(0, pool.acquire().view[: 1 << 20])
     assert (ops.inside, turns.inside, turns.taken) == (1, 0, 1)
     reader.close()
+
+
+def test_what_the_page_cache_has_of_a_range(tmp_path):
+    path, page = tmp_path / "file", mmap.PAGESIZE
+    path.write_bytes(bytes(16 * page))
+    with path.open("rb") as file:
+        fd = file.fileno()
+        if directio.cached_pages(fd, 0, 1) < 0:
+            pytest.skip("this kernel does not say")
+        assert directio.all_cached(fd, 0, 16 * page)
+        assert directio.cached_pages(fd, page - 1, 2) == 2
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if directio.cached_pages(fd, 0, 16 * page):
+            pytest.skip("this file system keeps the bytes in memory")
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead
+        os.pread(fd, 1, 5 * page)
+        assert [directio.cached_pages(fd, n * page, page) for n in (4, 5, 6)] == [0, 1, 0]
+        ranges = {"in it": (5 * page + 1, 9), "half": (5 * page, 2 * page), "a third": (5 * page - 1, page + 2)}
+        assert {name: directio.all_cached(fd, *of) for name, of in ranges.items()} == {
+            "in it": True, "half": False, "a third": False,
+        }  # fmt: skip
+        assert {name: directio.is_cached(fd, *of) for name, of in ranges.items()} == {
+            "in it": True, "half": True, "a third": False,
+        }  # fmt: skip

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptfs.errors import CkptError
+from ckptfs.storage.directio import all_cached
 from ckptfs.views import mapped
 from ckptfs.views.mapped import BUFFERS, WINDOW_BYTES, MappedFile
 from ckptfs.views.nodes import BackingFile, Range, SegmentsFile
@@ -51,7 +52,7 @@ def takes_direct_requests(path):
 def knows_what_is_cached(path):
     with open(path, "rb") as file:
         file.read()
-        return mapped.is_cached(file.fileno(), 0, SIZE)
+        return all_cached(file.fileno(), 0, SIZE)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ckptfs.storage.base import Store
-from ckptfs.storage.directio import BufferPool, DirectReader, Turns, cached_pages
+from ckptfs.storage.directio import BufferPool, DirectReader, Turns, all_cached, cached_pages
 
 TRUSTED_S = 1.0  # how long a page that was in the page cache is taken to be there
 REGION_BYTES = 1 << 20
@@ -109,20 +109,16 @@ class OpenFile:
         if self.cold():
             return False
         if length > 4 * REGION_BYTES:
-            return self._cached(offset, length) and self.intact()
+            return all_cached(self.fd, offset, length) and self.intact()
         # Asking the kernel about 2 MiB takes longer than copying 64 KiB out of them: regions are remembered.
         now = time.monotonic()
         for region in range(offset // REGION_BYTES, (offset + length - 1) // REGION_BYTES + 1):
             if self._seen.get(region, 0.0) < now:
                 start = region * REGION_BYTES
-                if not self._cached(start, min(REGION_BYTES, self.size - start)):
-                    return self._cached(offset, length) and self.intact()
+                if not all_cached(self.fd, start, min(REGION_BYTES, self.size - start)):
+                    return all_cached(self.fd, offset, length) and self.intact()
                 self._seen[region] = now + TRUSTED_S
         return self.intact()
-
-    def _cached(self, offset: int, length: int) -> bool:
-        pages = (offset + length - 1) // _PAGE - offset // _PAGE + 1
-        return cached_pages(self.fd, offset, length) >= pages
 
     def populate(self, offset: int, length: int) -> bool:
         """Bring a range into the page cache, with the kernel's readahead; False when that failed or is impossible."""

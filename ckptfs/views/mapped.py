@@ -46,8 +46,6 @@ _MADV_WILLNEED = 3
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
 _FAILED = ctypes.c_void_p(-1).value
-_CACHESTAT = 451  # its number everywhere, since Linux 6.5
-_CacheRange, _CacheCounts = ctypes.c_uint64 * 2, ctypes.c_uint64 * 5
 
 
 class _Window:
@@ -275,18 +273,7 @@ def _load() -> ctypes.CDLL:
 
 
 _libc = _load()
-_cachestat = ctypes.PyDLL(None).syscall  # a microsecond or two: other threads get no turn meanwhile
-_cachestat.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
-_cachestat.restype = ctypes.c_long
 _ahead = _Ahead()
-
-
-def is_cached(fd: int, offset: int, length: int) -> bool:
-    """Whether the page cache has all of a range of an open file; False also where the kernel does not say."""
-    first, last = offset // mmap.PAGESIZE, -(-(offset + length) // mmap.PAGESIZE)
-    asked = _CacheRange(first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
-    found = _CacheCounts()  # the first is how many pages are cached
-    return _cachestat(_CACHESTAT, fd, asked, found, 0) == 0 and found[0] >= last - first
 
 
 def mapped(fd: int, path: str) -> MappedFile | None:

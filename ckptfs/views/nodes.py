@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from ckptfs.errors import CkptError, CorruptError, NotFoundError, StaleError, StorageError
-from ckptfs.views.mapped import MappedFile, is_cached, mapped
+from ckptfs.storage.directio import all_cached
+from ckptfs.views.mapped import MappedFile, mapped
 
 PINNED_FILES_MAX = 512  # a reader holds at most this many files open; further ones are opened when they are read
 LENT_MAX = 1000  # what a writev takes is 1024
@@ -238,7 +239,7 @@ def _read_local(file: MappedFile | None, fd: int, path: str, offset: int, view: 
 
 def _is_at_hand(file: MappedFile | None, fd: int, offset: int, length: int) -> bool:
     """Whether the page cache has all of a range, and nothing of it was read ahead into other memory."""
-    return (file is None or not file.has_window(offset, length)) and is_cached(fd, offset, length)
+    return (file is None or not file.has_window(offset, length)) and all_cached(fd, offset, length)
 
 
 class _SharedFds:
@@ -338,7 +339,7 @@ class _BackingReader(Reader):
         return self._mapped is None or self._mapped.is_near(offset, length)
 
     def prefetch(self, offset: int, length: int) -> None:
-        if self.backing_fd is not None and is_cached(self.backing_fd, offset, min(length, self.file.size - offset)):
+        if self.backing_fd is not None and all_cached(self.backing_fd, offset, min(length, self.file.size - offset)):
             return
         file = self._map()
         if file is not None:
@@ -507,7 +508,7 @@ class _SegmentsReader(Reader):
             if not isinstance(segment, Range):
                 continue
             fd = self._fds.get(segment.path)
-            if fd is not None and is_cached(fd, segment.offset + within, count):
+            if fd is not None and all_cached(fd, segment.offset + within, count):
                 continue
             file = self._mapped(segment.path)
             if file is not None:

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckptfs
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -27,7 +29,7 @@ from benchmarks import (  # noqa: E402
     systems,
     work,
 )
-from benchmarks.systems import PAGES  # noqa: E402
+from benchmarks.systems import EXTENTS, PAGES, UNCHECKED  # noqa: E402
 
 
 def measure(**changes):
@@ -269,7 +271,37 @@ def test_what_the_disk_cannot_give_is_said_beside_the_goal(tmp_path):
         measure(**{**base, "cache": "warm"}, system=s, seconds=t) for s, t in (("ckptfs", 1.0), ("zarr-python", 6.0))
     ]
     text = table_of(tmp_path, *rows)
-    assert "| 1 of 2 kinds; the worst 2.00 (1 beyond what the disk gives) | **missed** |" in text
+    assert "| 1 of 2 kinds; the worst 2.00 (1 beyond what disk or memory give) | **missed** |" in text
+
+
+def test_slices_without_checksums_and_the_limits_of_disk_and_memory_are_claimed_beside(tmp_path):
+    times = {"ckptfs": 2.0, UNCHECKED: 1.0, "torch.save": 1.25, "zarr-python": 6.0}
+    cold = [measure(scenario="slices", operation="row", cache="cold", system=s, seconds=t) for s, t in times.items()]
+    cold += [
+        measure(scenario="slices", operation="row", cache="cold", system=s, seconds=t)
+        for s, t in ((PAGES, 3.0), (EXTENTS, 1.5))  # the sooner of both is what the disk can do
+    ]
+    warm = [measure(scenario="slices", operation="row", cache="warm", system=s, seconds=t) for s, t in times.items()]
+    warm.append(measure(scenario="slices", operation="row", cache="warm", system="memcpy", seconds=0.5))
+    found = {goal.text: goal for goal in claims.goals(report.Results([facts(), *cold, *warm]))}
+    for cache, limit in (("cold", "the disk's limit: 4.00"), ("warm", "memory's limit: 12.00")):
+        peer = found[f"row, {cache}: within 10 % of the fastest peer"]
+        alike = found[f"row, {cache}: within 10 % of the fastest peer where ckptfs, like the peers, checks nothing"]
+        zarr = found[f"row, {cache}: times faster than zarr-python (5)"]
+        assert (peer.shown, peer.met, alike.shown, alike.met) == ("1.60", False, "0.80", True)
+        assert (zarr.shown, zarr.met) == (f"3.00 ({limit})", False)
+    text = table_of(tmp_path, *cold, *warm)
+    assert "| slices within 10 % of the fastest peer's time | 0 of 2 kinds; the worst 1.60 | **missed** |" in text
+    assert "without checksums, as the peers have none, within 10 % of the fastest's time | 2 of 2 kinds" in text
+
+
+def test_the_extents_of_a_slice_are_those_its_checksums_cover(tmp_path):
+    data = np.zeros((1 << 10, 1 << 10), "f4")  # four extents
+    ckptfs.Run(tmp_path / "run").save(1, {"model": {"w": data}})
+    step = tmp_path / "run/step-00000001"
+    assert slices.extents_of(step, [("w", (slice(0, 1), slice(0, 9)))]) == 1 << 20
+    assert slices.extents_of(step, [("w", (slice(255, 257), slice(0, 9)))]) == 2 << 20
+    assert slices.extents_of(step, [("w", (slice(0, 1024), slice(0, 9)))]) == 4 << 20
 
 
 @given(

@@ -33,11 +33,11 @@ def raw_write(path: Path, nbytes: int) -> None:
         os.close(fd)
 
 
-def raw_read(path: Path) -> None:
-    """O_DIRECT into warm buffers, nothing done with the bytes."""
+def raw_read(path: Path, nbytes: int | None = None) -> None:
+    """O_DIRECT into warm buffers, nothing done with the bytes: all of a file, or so many."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
-        _in_threads(os.fstat(fd).st_size, lambda view, at: os.preadv(fd, [view], at))
+        _in_threads(nbytes or os.fstat(fd).st_size, lambda view, at: os.preadv(fd, [view], at))
     finally:
         os.close(fd)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.asyncwork import PRODUCTS, Idle, beside_name
 from benchmarks.claims import goals, goals_section, with_claims
 from benchmarks.results import Measure, RunFacts, Skip, read
-from benchmarks.systems import LIMITS
+from benchmarks.systems import EXTENTS, LIMITS
 
 HEAD = """# Benchmarks
 
@@ -297,10 +297,20 @@ def beside_table(results: Results) -> list[str]:
     return [words, table([*head, "save"], lines)]
 
 
+SLICES = """\
+*cold*: each read was done once before the pages were dropped, the raw ones too: a virtual disk gives what it gave
+lately twice as fast. *raw, whole pages* and *raw, whole extents*: the pages that the bytes lie on, and what the
+checksums of all that is read cover, as one file. *ckptfs, no checksums* checks as little as the peers do; **ckptfs**
+checks every extent that is read whole.
+"""
+
+
 def slice_section(results: Results) -> str:
     if "slices" not in results.newest:
         return ""
     out = ["## Slices, one process\n", about(results, "slices")]
+    if any(EXTENTS in results.rows("slices", *key) for key in results.operations("slices")):
+        out.append(SLICES)
     for operation, cache in results.operations("slices"):
         rows = results.rows("slices", operation, cache)
         if set(rows) <= set(LIMITS):

@@ -108,8 +108,9 @@ class Memcpy(System):
 
 
 PAGES = "raw, whole pages"  # the pages that what is read lies on, as one file
+EXTENTS = "raw, whole extents"  # what a checksum covers, of all that is read: the same
 UNCHECKED = "ckptfs, no checksums"
-LIMITS = ("raw", PAGES, "memcpy")
+LIMITS = ("raw", PAGES, EXTENTS, "memcpy")
 
 
 class Ckptfs(System):

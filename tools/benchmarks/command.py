@@ -144,7 +144,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="*", default=[], choices=list(RECORD), help="with record or all: only these scenarios"
     )
-    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds a scenario's job may take")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds a scenario's job may take")
     args = parser.parse_args(argv)
     args.command = "measure"
     return args

@@ -269,7 +269,7 @@ OPERATIONS: dict[str, tuple[Choose, int, int]] = {
     "1/8 of the rows": (rows, 4, 8),
     "1/8 of the columns": (columns, 4, 8),
     "1/8 shard of the model": (shard, 1, 3),
-    "64 KiB box": (box, 24, 120),
+    "64 KiB box": (box, 16, 120),
     AS_RANKS: (shard, 6, 3),
 }
 
@@ -361,7 +361,7 @@ def _make_cold(place: Path) -> str:
     said = ""
     for _ in range(200):
         said = evict(place, durable=True)
-        left = [path.name for path in files_of(place) if _pages_of(path) * 4096 > 1 << 16]
+        left = [path.name for path in files_of(place) if _pages_of(path) * PAGE_BYTES > 1 << 16]
         if not left:
             return said
         time.sleep(0.01)
@@ -457,7 +457,8 @@ def _times(
     times, said = [], cache
     if cache == "warm":
         for path in files_of(engine.place):
-            path.read_bytes()
+            if _pages_of(path) * PAGE_BYTES < path.stat().st_size:
+                path.read_bytes()
         engine.open()
         engine.read(_pieces(choose(table, random.Random(seed))))
     for _ in range(count):

@@ -49,6 +49,15 @@ class RefusingOps(FileOps):
             raise OSError(self.code, "no direct I/O")
 
 
+class CountingReads(FileOps):
+    def __init__(self):
+        self.lengths = []
+
+    def preadv(self, fd, into, offset):
+        self.lengths.append(len(into))
+        return super().preadv(fd, into, offset)
+
+
 class RecordingOps(FileOps):
     """Which descriptors are direct, and what was done through them."""
 
@@ -175,6 +184,23 @@ def test_cold_reads_into_fitting_memory_need_no_scratch(tmp_path, pool):
         view = buffer.at(100, len(data) - 100)
         reader.read_into(100, view)
         assert bytes(view) == data[100:]
+
+
+def test_a_bufferful_at_any_offset_is_one_request(tmp_path):
+    path = str(tmp_path / "f")
+    data = random_bytes(2 * BIG)
+    with open(path, "wb") as file:
+        file.write(data)
+    evict(path)
+    ops, pool = CountingReads(), BufferPool(4 * BIG, BIG)
+    memory = np.zeros(BIG + PAGE, np.uint8)
+    misfit = (1 - memory.__array_interface__["data"][0]) % PAGE  # an odd address: never read in place
+    into = memoryview(memory)[misfit : misfit + BIG]
+    with DirectReader(path, scratch=pool, ops=ops) as reader:
+        reader.read_into(512 * 3, into)
+    assert bytes(into) == data[512 * 3 : 512 * 3 + BIG]
+    assert ops.lengths == [BIG + PAGE]
+    pool.close()
 
 
 def test_blocks_go_directly_and_edges_buffered(tmp_path, pool):

@@ -425,7 +425,7 @@ class DirectReader:
             while done < len(view):
                 at = offset + done
                 skip = at % ALIGN_BYTES
-                room = scratch.buffer_bytes // ALIGN_BYTES * ALIGN_BYTES
+                room = len(buffer.view) // ALIGN_BYTES * ALIGN_BYTES  # with the slack: a bufferful is one request
                 wanted = min(room, -(-(skip + len(view) - done) // ALIGN_BYTES) * ALIGN_BYTES)
                 got = self._read_direct(at - skip, buffer.view[:wanted])
                 if got <= skip:

@@ -221,8 +221,8 @@ class Reader:
     ) -> None:
         """All jobs, on this thread and some helpers: the first are done while the later ones are planned.
 
-        Whoever takes a job calls one more helper for the next. What is held is copied by as many threads as there are
-        cores: more would only take turns. The first error ends it, when nobody writes any more.
+        What is held is copied by as many threads as there are cores: more would only take turns. The first job that
+        waits for a disk brings the others. The first error ends it, when nobody writes any more.
         """
         if self._process != os.getpid():
             self._start()
@@ -232,8 +232,8 @@ class Reader:
         most = min(threads or self.settings.read_threads, -(-nbytes // _PART_BYTES)) - 1
 
         def hire(wanted: int) -> None:
-            """One more helper, if there are to be so many; only while planning, which ends when it is over."""
-            if nbytes >= _THREADS_FROM_BYTES and len(helpers) < wanted and not over:
+            """So many helpers; only while planning, which ends when it is over."""
+            while nbytes >= _THREADS_FROM_BYTES and len(helpers) < wanted and not over:
                 helpers.append(self._helpers().submit(work, lambda _: None))
 
         def work(tell: Callable[[int], None]) -> None:

@@ -17,7 +17,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -232,7 +232,7 @@ class Reader:
         most = min(threads or self.settings.read_threads, -(-nbytes // _PART_BYTES)) - 1
 
         def hire(wanted: int) -> None:
-            """So many helpers; only while planning, which ends when it is over."""
+            """So many helpers; once there are helpers only while planning, which ends when it is over."""
             while nbytes >= _THREADS_FROM_BYTES and len(helpers) < wanted and not over:
                 helpers.append(self._helpers().submit(work, lambda _: None))
 
@@ -244,7 +244,7 @@ class Reader:
                         job = next(jobs, _END)
                         if job is _END:
                             return
-                        hire(min(most, _CORES - 1) if job.held else most)
+                        hire(0 if job.held or not called else most)
                     job.do()
                     with counting:
                         done += job.nbytes
@@ -253,7 +253,11 @@ class Reader:
                 over = True
                 raise
 
+        first, called = next(jobs, _END), False
+        jobs = chain([first], jobs)
         try:
+            hire(min(most, _CORES - 1) if first.held else most)  # not while planning: they begin at once
+            called = True
             work(progress)
         finally:
             with planning:  # a helper that was about to hire has done so, or sees that it is over

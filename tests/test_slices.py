@@ -736,7 +736,8 @@ def test_hot_slices_are_copied_by_one_thread_a_core_and_others_read_by_more(tmp_
                 ck[name]._look_at = float("inf") if name in cold else 0.0
             called.clear()
             ck.read(pieces)
-        assert len(called) == (5 if cold else 1)
+        # Where the first is hot, a helper may have done everything before the others could be called.
+        assert len(called) in ((5,) if "w0" in cold else (1, 5) if cold else (1,))
         for name, _, out in pieces:
             assert (out == arrays[name][:512]).all()
             out.fill(-1)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
+from heapq import nlargest
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -30,7 +31,6 @@ from ckptfs.stream import BUDGET_BYTES, in_order, read_ahead
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from ckptfs.shared_reads import Peers
     from ckptfs.storage import Store
     from ckptfs.storage.directio import BufferPool
     from ckptfs.storage.pagecache import Window
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 LOOK_AGAIN_S = 0.05
+_FIRST = 8  # arrays that a load begins with while it is planned
 AT_HAND_BYTES = 8 << 20  # more is copied faster by several threads
 
 
@@ -410,12 +411,15 @@ class Checkpoint(Mapping[str, Array]):
             from ckptfs.shared_reads import Peers
 
             peers = Peers(None if shared_reads is True else shared_reads)
+        how: dict[str, Any] = {"strict": strict, "only": only, "cast": cast, "early": peers is None}
         try:
             if _is_module(value):
-                filler, fill = self._into_module(value, rank, prefix, strict=strict, only=only, cast=cast)
+                filler, fill = self._into_module(value, rank, prefix, **how)
             else:
-                filler, fill = self._into_tree(value, rank, strict, only, cast=cast, allow_pickle=allow_pickle)
+                filler, fill = self._into_tree(value, rank, allow_pickle=allow_pickle, **how)
             result = fill()
+            if peers is None:
+                self.read_boxes(filler.work.values(), verify="full", progress=progress)
         except Exception as error:
             if peers is not None:
                 from ckptfs.shared_reads import fail_together
@@ -423,31 +427,40 @@ class Checkpoint(Mapping[str, Array]):
                 known = error if isinstance(error, CkptError) else CkptError(f"{type(error).__name__}: {error}")
                 fail_together(peers, known)
             raise
-        self._read_all(filler, peers, progress)
+        finally:
+            self._reader.end()
+        if peers is not None:
+            from ckptfs.shared_reads import fail_together, read_shared
+
+            fail_together(peers, None)
+            read_shared(self._reader, self.manifest, filler.work.values(), peers, progress)
         filler.finish()
         return result
 
-    def _read_all(self, filler: _Filler, peers: Peers | None, progress: Callable[[int], None]) -> None:
-        if peers is None:
-            self.read_boxes(filler.work.values(), verify="full", progress=progress)
-            return
-        from ckptfs.shared_reads import fail_together, read_shared
-
-        fail_together(peers, None)
-        read_shared(self._reader, self.manifest, filler.work.values(), peers, progress)
-
     def _into_tree(
-        self, value: Any, rank: int, strict: bool, only: str | Sequence[str] | None, *, cast: bool, allow_pickle: bool
+        self,
+        value: Any,
+        rank: int,
+        *,
+        strict: bool,
+        only: str | Sequence[str] | None,
+        cast: bool,
+        allow_pickle: bool,
+        early: bool,
     ) -> tuple[_Filler, Callable[[], Any]]:
         if self.manifest.tree is None:
             raise FormatError(f"{self.url} was saved without a tree")
         _, leaves = tree.flatten(value, rank=rank, allow_pickle=True)
         patterns = [only] if isinstance(only, str) else only
-        held = {
-            leaf.name: hold(leaf.name, leaf.value, rank)
-            for leaf in leaves
-            if patterns is None or any(matches(leaf.name, p) for p in patterns)
-        }
+        held = self._hold(
+            {
+                leaf.name: leaf.value
+                for leaf in leaves
+                if patterns is None or any(matches(leaf.name, p) for p in patterns)
+            },
+            rank,
+            early=early,
+        )
         report = self._misfits(held, cast=cast)
         if patterns is None:
             rehearsal = tree.rehearse(value, self.manifest.tree, rank=rank, allow_pickle=allow_pickle)
@@ -471,7 +484,15 @@ class Checkpoint(Mapping[str, Array]):
         return filler, fill
 
     def _into_module(
-        self, module: Any, rank: int, prefix: str | None, *, strict: bool, only: str | Sequence[str] | None, cast: bool
+        self,
+        module: Any,
+        rank: int,
+        prefix: str | None,
+        *,
+        strict: bool,
+        only: str | Sequence[str] | None,
+        cast: bool,
+        early: bool,
     ) -> tuple[_Filler, Callable[[], Any]]:
         """A module's parameters and buffers, as its state_dict names them."""
         state = module.state_dict()
@@ -482,11 +503,15 @@ class Checkpoint(Mapping[str, Array]):
             )
         prefix = self._prefix(list(state)) if prefix is None else prefix
         patterns = [only] if isinstance(only, str) else only
-        held = {
-            prefix + name: hold(prefix + name, value, rank)
-            for name, value in state.items()
-            if patterns is None or any(matches(name, p) or matches(prefix + name, p) for p in patterns)
-        }
+        held = self._hold(
+            {
+                prefix + name: value
+                for name, value in state.items()
+                if patterns is None or any(matches(name, p) or matches(prefix + name, p) for p in patterns)
+            },
+            rank,
+            early=early,
+        )
         report = self._misfits(held, cast=cast)
         if strict:
             report = [f"missing in the checkpoint: {name}" for name in held if name not in self] + report
@@ -504,6 +529,16 @@ class Checkpoint(Mapping[str, Array]):
             return module
 
         return filler, fill
+
+    def _hold(self, values: dict[str, Any], rank: int, *, early: bool) -> dict[str, Held]:
+        """What this rank holds of each array. The disk begins with the largest before the others are looked at."""
+        params, aliases = self.manifest.params, self.manifest.aliases
+        stored = {name: param for name in values if (param := params.get(aliases.get(name, name))) is not None}
+        largest = nlargest(_FIRST, stored, key=lambda name: stored[name].layout.nbytes) if early else []
+        held = {name: hold(name, values[name], rank) for name in largest}
+        fitting = (name for name in largest if stored[name].shape == held[name].desc.shape)
+        self._reader.begin((stored[name], [box for box, _ in held[name].pieces]) for name in fitting)
+        return {name: held.get(name) or hold(name, value, rank) for name, value in values.items()}
 
     def _prefix(self, names: Sequence[str]) -> str:
         """Where a module's names begin: the one prefix under which most of them are; "model/" and "" win a tie."""

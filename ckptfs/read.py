@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from ckptfs.errors import CorruptError, MismatchError, NotFoundError
 from ckptfs.loadplan import PAGE_BYTES, Comb, Request, comb, requests, starts_of
 from ckptfs.manifest import HASH_BYTES, digest
 from ckptfs.ranges import cut
-from ckptfs.storage.directio import DIRECT_MIN_BYTES, BufferPool
+from ckptfs.storage.directio import DIRECT_MIN_BYTES, Buffer, BufferPool, is_cached
 from ckptfs.storage.fileops import REAL_OPS
 from ckptfs.storage.local import LocalStore
 from ckptfs.storage.pagecache import OpenFile, OpenFiles, Window
@@ -96,6 +96,7 @@ class Reader:
         self._lent = False  # the pool is somebody else's to close
         self._files: OpenFiles | None = None
         self._threads: ThreadPoolExecutor | None = None
+        self._begun: dict[tuple[str, int, int], tuple[Future[None], Buffer]] = {}
         self._turns = threading.Semaphore(_IN_FLIGHT * self.settings.read_threads)
 
     def _scratch(self) -> BufferPool:
@@ -212,6 +213,49 @@ class Reader:
             self._opened().give(file)
         return Job(out.nbytes, partial(self._fetch_run, param, request, out.reshape(-1).view(np.uint8)))
 
+    def begin(self, wanted: Iterable[tuple[Param, Sequence[Box]]]) -> None:
+        """Have the disk bring the first requests of a bulk read that is being planned; `end` when it is over.
+
+        They go to buffers: what they are for is not touched before everything is known to fit.
+        """
+        if self._process != os.getpid():
+            self._start()
+        pool = self._scratch()
+        left = _IN_FLIGHT * self.settings.read_threads if self._mappable else 0
+        for param, boxes in wanted:
+            for one in requests(param, boxes, whole=True, io_bytes=self.settings.io_bytes):
+                if left <= 0 or pool.in_use >= pool.capacity // 2:  # the rest is for the read itself
+                    return
+                key = (param.file(one.file), one.offset, one.length)
+                if (
+                    one.length < DIRECT_MIN_BYTES
+                    or one.length > pool.buffer_bytes
+                    or key in self._begun
+                    or self._cached(param, one)
+                ):
+                    continue
+                left -= 1
+                buffer = pool.acquire()
+                view = buffer.at(one.offset, one.length)
+                self._begun[key] = self._helpers().submit(self._opened().read_into, *key[:2], view), buffer
+
+    def _cached(self, param: Param, request: Request) -> bool:
+        file = self._take(param, request.file)
+        try:
+            return is_cached(file.fd, request.offset, request.length)
+        finally:
+            self._opened().give(file)
+
+    def end(self) -> None:
+        """Let go of what was begun and not asked for."""
+        for key in list(self._begun):
+            begun = self._begun.pop(key, None)
+            if begun is not None:
+                reading, buffer = begun
+                reading.cancel()
+                wait_for([reading])
+                self._scratch().release(buffer)
+
     def run(
         self,
         jobs: Iterator[Job],
@@ -277,7 +321,7 @@ class Reader:
         Each alone would wait for the disk behind the large ones of the other threads.
         """
         small: list[tuple[Param, Sequence[Target], Request]] = []
-        for param, targets in wanted:
+        for param, targets in sorted(wanted, key=_size, reverse=True):
             for one in requests(param, (t.box for t in targets), whole=True, io_bytes=self.settings.io_bytes):
                 if one.length >= DIRECT_MIN_BYTES or not self._mappable:
                     yield Job(one.length, partial(self._serve, param, targets, one, check=True))
@@ -561,6 +605,9 @@ class Reader:
     # --- requests --------------------------------------------------------------------------------------
 
     def _serve(self, param: Param, targets: Sequence[Target], request: Request, check: bool) -> None:
+        begun = self._begun.pop((param.file(request.file), request.offset, request.length), None)
+        if begun is not None and self._serve_begun(param, targets, request, *begun):
+            return
         if param.codec is None:
             for target in targets:
                 view = _landing(param, target, request)
@@ -571,6 +618,21 @@ class Reader:
                     return
         with self._space(request) as view:
             self._through(param, targets, request, view, check)
+
+    def _serve_begun(
+        self, param: Param, targets: Sequence[Target], request: Request, reading: Future[None], buffer: Buffer
+    ) -> bool:
+        """Deliver what was read ahead; False when no thread has come to read it, or it failed: to be read again."""
+        try:
+            if reading.cancel() or reading.exception() is not None:
+                return False
+            view = buffer.at(request.offset, request.length)
+            self.count(request.length, request.last - request.first)
+            check_extents(param, request, view, self.store.url)
+            self.deliver(param, targets, request, view)
+            return True
+        finally:
+            self._scratch().release(buffer)
 
     @contextmanager
     def _space(self, request: Request) -> Iterator[memoryview]:
@@ -618,6 +680,10 @@ class Reader:
         self.count(request.length, request.last - request.first)
         if check:
             check_extents(param, request, view, self.store.url)
+
+
+def _size(wanted: tuple[Param, Sequence[Target]]) -> int:
+    return sum(target.out.nbytes for target in wanted[1])
 
 
 def contiguous(layout: Layout, box: Box) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ Ranks are threads; meshes, flat ranges and boxes are cut by the slow twin in `sp
 
 import contextlib
 import gc
+import mmap
 import os
 import shutil
 import tempfile
@@ -16,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptfs import Checkpoint, LocalShard, Run, Settings
-from ckptfs.errors import CkptError
+from ckptfs.errors import CkptError, CorruptError, MismatchError
+from ckptfs.read import Reader
 from ckptfs.storage import LocalStore, MemoryStore
 from ckptfs.verify import verify
 from spreads import DTYPES, NoSync, Spreading, blank, on_ranks, parts_of, random_array, shapes, spreadings
@@ -281,3 +283,67 @@ def test_a_load_borrows_the_buffers_of_its_run_unless_a_save_has_them(tmp_path, 
         run.load(target)
         assert len(lent) == 2
         pool.release(buffer)
+
+
+def _two_large(folder):
+    value = {"b": np.arange(1 << 20, dtype=np.float32), "a": np.ones(3), "c": np.arange(3 << 20, dtype=np.float32) * 2}
+    Run(folder).save(1, value)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return value, {name: np.zeros_like(array) for name, array in value.items()}
+
+
+def _watched(monkeypatch):
+    """What loads have begun with, and which of it they used."""
+    begun, served = [], []
+    begin, serve = Reader.begin, Reader._serve_begun
+    monkeypatch.setattr(Reader, "begin", lambda self, wanted: (begin(self, wanted), begun.extend(self._begun))[0])
+    monkeypatch.setattr(Reader, "_serve_begun", lambda self, *how: (served.append(how[0].name), serve(self, *how))[1])
+    return begun, served
+
+
+def test_a_load_begins_with_the_largest_while_it_is_planned_and_reads_nothing_twice(tmp_path, monkeypatch):
+    begun, served = _watched(monkeypatch)
+    value, target = _two_large(tmp_path)
+    with Checkpoint(tmp_path / "step-00000001", settings=Settings(io_bytes=4 << 20)) as ck:
+        ck.load(target)
+        assert all(np.array_equal(target[name], value[name]) for name in value)
+        assert len(begun) == 5
+        assert sorted(served) == ["b", *"cccc"]
+        assert ck.bytes_read == sum(array.nbytes for array in value.values())
+        assert not ck._reader._begun
+        assert ck._reader._scratch().in_use == 0
+
+
+def test_what_was_begun_is_checked_too(tmp_path, monkeypatch):
+    begun, _ = _watched(monkeypatch)
+    _, target = _two_large(tmp_path)
+    with Checkpoint(tmp_path / "step-00000001") as ck:
+        place = tmp_path / "step-00000001" / ck.param("c").file(0)
+    fd = os.open(place, os.O_RDWR | os.O_DIRECT)  # past the page cache, which is not to know the file
+    page = mmap.mmap(-1, 4096)
+    os.preadv(fd, [page], 8192)
+    page[5] ^= 1
+    os.pwrite(fd, page, 8192)
+    os.close(fd)
+    with Checkpoint(tmp_path / "step-00000001") as ck:
+        with pytest.raises(CorruptError, match="'c'"):
+            ck.load(target)
+        assert begun
+        assert ck._reader._scratch().in_use == 0
+
+
+def test_a_load_that_does_not_fit_lets_go_of_what_it_has_begun_and_touches_nothing(tmp_path, monkeypatch):
+    begun, served = _watched(monkeypatch)
+    _, target = _two_large(tmp_path)
+    target["a"] = np.zeros(4)
+    with Checkpoint(tmp_path / "step-00000001") as ck:
+        with pytest.raises(MismatchError, match="shape of a"):
+            ck.load(target)
+        assert begun
+        assert not served
+        assert not any(array.any() for array in target.values())
+        assert ck._reader._scratch().in_use == 0

@@ -14,7 +14,6 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import TracebackType
@@ -32,9 +31,6 @@ _HUGE_PAGE_BYTES = 2 << 20  # another size elsewhere: then some of the mapping s
 _MAPPING_BYTES = 256 << 20  # address space taken at once; memory only as buffers are used
 DIRECT_MIN_BYTES = 256 << 10  # below this a buffered call costs less than a trip to the disk
 
-PIECE_BYTES = 1 << 20  # copied and hashed while in the processor's cache: 10 % faster loads than 8 MiB at a time
-
-OnPiece = Callable[[memoryview], object]
 Turns = AbstractContextManager[object]  # entered for each direct request, to limit how many are under way
 
 _REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
@@ -387,38 +383,32 @@ class DirectReader:
             raise StorageError(f"reading {self.path}: the reader is closed")
         return self._fd
 
-    def read_into(self, offset: int, into: memoryview, on_piece: OnPiece | None = None, *, cold: bool = False) -> None:
+    def read_into(self, offset: int, into: memoryview, *, cold: bool = False) -> None:
         """Fill `into` with the bytes from `offset` on; CorruptError if the file ends before that.
 
-        `on_piece` gets the filled parts of `into`, in order, each as soon as it is there and still in the processor's
-        cache: the place to update a hash. `cold`: the page cache is known to have none of it, and is not asked.
+        `cold`: the page cache is known to have none of it, and is not asked.
         """
         view = memoryview(into).cast("B")
         fd = self._open_fd()
         if offset + len(view) > self.size:
             raise truncated(self.path, offset, len(view), max(0, self.size - offset))
-        notify = on_piece or _ignore
         if len(view) < DIRECT_MIN_BYTES or (not cold and is_cached(fd, offset, len(view))):
-            self._read_buffered(fd, offset, view, notify)
+            self._read_buffered(fd, offset, view)
         elif (address_of(view) - offset) % (sector := sector_bytes(fd, self._device)) == 0:
-            self._read_in_place(fd, offset, view, notify, sector)
+            self._read_in_place(fd, offset, view, sector)
         elif self._scratch is not None:
-            self._read_through_scratch(fd, offset, view, self._scratch, notify)
+            self._read_through_scratch(fd, offset, view, self._scratch)
         else:
-            self._read_buffered(fd, offset, view, notify)
+            self._read_buffered(fd, offset, view)
 
-    def _read_in_place(self, fd: int, offset: int, view: memoryview, notify: OnPiece, sector: int) -> None:
+    def _read_in_place(self, fd: int, offset: int, view: memoryview, sector: int) -> None:
         head = -offset % sector
         middle = (len(view) - head) // sector * sector
-        self._read_buffered(fd, offset, view[:head], notify)
+        self._read_buffered(fd, offset, view[:head])
         done = head + self._read_direct(offset + head, view[head : head + middle])
-        for start in range(head, done, PIECE_BYTES):
-            notify(view[start : min(start + PIECE_BYTES, done)])
-        self._read_buffered(fd, offset + done, view[done:], notify)
+        self._read_buffered(fd, offset + done, view[done:])
 
-    def _read_through_scratch(
-        self, fd: int, offset: int, view: memoryview, scratch: BufferPool, notify: OnPiece
-    ) -> None:
+    def _read_through_scratch(self, fd: int, offset: int, view: memoryview, scratch: BufferPool) -> None:
         buffer = scratch.acquire()
         try:
             done = 0
@@ -431,11 +421,13 @@ class DirectReader:
                 if got <= skip:
                     break
                 count = min(got - skip, len(view) - done)
-                _copy(view[done : done + count], buffer.view[skip : skip + count], notify)
+                # With numpy: a slice assignment of memoryviews would keep the interpreter locked.
+                source = np.frombuffer(buffer.view[skip : skip + count], np.uint8)
+                np.copyto(np.frombuffer(view[done : done + count], np.uint8), source)
                 done += count
         finally:
             scratch.release(buffer)
-        self._read_buffered(fd, offset + done, view[done:], notify)
+        self._read_buffered(fd, offset + done, view[done:])
 
     def _read_direct(self, at: int, view: memoryview) -> int:
         """Bytes read; fewer than wanted at the end of the file or when the file system refuses."""
@@ -457,17 +449,15 @@ class DirectReader:
                 break
         return done
 
-    def _read_buffered(self, fd: int, offset: int, view: memoryview, notify: OnPiece) -> None:
+    def _read_buffered(self, fd: int, offset: int, view: memoryview) -> None:
         done = 0
         while done < len(view):
-            piece = view[done : done + PIECE_BYTES]
             try:
-                got = self._ops.preadv(fd, piece, offset + done)
+                got = self._ops.preadv(fd, view[done:], offset + done)
             except OSError as error:
                 raise self._read_error(error, offset + done, len(view) - done) from error
             if got == 0:
                 raise truncated(self.path, offset, len(view), done)
-            notify(piece[:got])
             done += got
 
     def _read_error(self, error: OSError, at: int, wanted: int) -> Exception:
@@ -484,18 +474,6 @@ class DirectReader:
                 self._ops.close(fd)
         except OSError as error:
             raise os_error("closing", self.path, error) from error
-
-
-def _ignore(_piece: memoryview) -> None:
-    """Nobody asked for the pieces."""
-
-
-def _copy(into: memoryview, source: memoryview, notify: OnPiece) -> None:
-    """Piece by piece, with numpy: a slice assignment of memoryviews would keep the interpreter locked."""
-    for start in range(0, len(into), PIECE_BYTES):
-        piece = into[start : start + PIECE_BYTES]
-        np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(source[start : start + len(piece)], np.uint8))
-        notify(piece)
 
 
 @cache

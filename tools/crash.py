@@ -11,6 +11,7 @@ nothing is left over. Prints a table of faults tried and survived; exits 1 at th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -141,7 +142,10 @@ def campaign(folder: str, seconds: float, seed: int, results: Path | None) -> in
         options = ["--seed", draw.randrange(1 << 30), "--saves", draw.randint(3, 9), "--faults", rate]
         job = Job(where, ranks, *options, *(["--stops"] if "wake" in kind else []))
         delay_s = draw.random() * 1.5
-        struck = kind.startswith(("kill", "stop")) and job.wait_for("READY", 60) and _strike(kind, job, draw, delay_s)
+        struck = False
+        if kind.startswith(("kill", "stop")) and job.wait_for("READY", 60):
+            with contextlib.suppress(ProcessLookupError):  # the rank ended by itself at that moment
+                struck = _strike(kind, job, draw, delay_s)
         code = job.finish(90)
         job.kill()
         job.reader.join(30)  # every line it printed, before they are counted

@@ -170,6 +170,11 @@ def test_medians_and_fractions_follow_from_the_lines():
     assert "| durable save at least 0.85 of raw | 0.50 | **missed** |" in text
 
 
+def test_a_goal_that_is_just_missed_does_not_look_met():
+    text = rendered(measure(seconds=1.0), measure(system="raw", seconds=0.848))
+    assert "| durable save at least 0.85 of raw | 0.848 | **missed** |" in text
+
+
 def test_goals_are_met_only_where_the_figures_say_so():
     text = rendered(measure(seconds=1.0), measure(system="raw", seconds=0.9), measure(system="DCP", seconds=3.0))
     assert "| durable save at least 0.85 of raw | 0.90 | met |" in text

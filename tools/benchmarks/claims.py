@@ -53,6 +53,8 @@ class Goal:
 def _goal(text: str, scenario: str, value: float | None, met: Callable[[float], bool], shown: str = "{:.2f}") -> Goal:
     if value is None:
         return Goal(text, "not measured", None, scenario)
+    if shown == "{:.2f}" and met(round(value, 2)) != met(value):  # a rounded figure that says otherwise
+        shown = "{:.3f}"
     return Goal(text, shown.format(value), met(value), scenario)
 
 

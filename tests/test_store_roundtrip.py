@@ -20,6 +20,7 @@ from ckptfs import Checkpoint, LocalShard, Run, Settings
 from ckptfs.errors import CkptError, CorruptError, MismatchError
 from ckptfs.read import Reader
 from ckptfs.storage import LocalStore, MemoryStore
+from ckptfs.storage.directio import all_cached
 from ckptfs.verify import verify
 from spreads import DTYPES, NoSync, Spreading, blank, on_ranks, parts_of, random_array, shapes, spreadings
 
@@ -293,6 +294,8 @@ def _two_large(folder):
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                if path.stat().st_size > 1 << 20 and all_cached(file.fileno(), 0, path.stat().st_size):
+                    pytest.skip("this file system keeps the bytes in memory")
     return value, {name: np.zeros_like(array) for name, array in value.items()}
 
 

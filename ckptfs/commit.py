@@ -64,7 +64,10 @@ def _document(layout: Layout, dtype: DType, codec: Codec | None) -> tuple[dict[s
     return document, text, digest(text).hex()
 
 
-def documents(params: dict[str, Param]) -> tuple[dict[str, bytes], dict[str, str]]:
+Documents = tuple[dict[str, bytes], dict[str, str]]
+
+
+def documents(params: dict[str, Param]) -> Documents:
     """(path → bytes of every zarr.json above the arrays, path → checksum of every array's own)."""
     found = {p.path: _document(p.layout, p.dtype, p.codec) for p in params.values()}
     arrays = {path: document for path, (document, _, _) in found.items()}
@@ -99,19 +102,23 @@ def assemble(
     step: int | None,
     assets: Mapping[str, bytes],
     maps: Mapping[str, Any],
-) -> Manifest:
-    """The manifest of what the ranks reported; writes the documents and assets that it speaks of."""
+    known: Documents | None = None,
+) -> tuple[Manifest, Documents]:
+    """The manifest of what the ranks reported, and the documents and assets that it speaks of, written.
+
+    The documents follow from the plan: those of its last save are `known`.
+    """
     compare_small([extra["small"] for _, extra in reports])
     node = tree.merge({r: tree.loads(extra["node"]) for r, (_, extra) in enumerate(reports) if "node" in extra})
     params = params_of(plan, (pieces for reported, _ in reports for pieces in reported))
-    texts, hashes = documents(params)
+    texts, hashes = known or documents(params)
     for path, text in texts.items():
         put(target, path, text)
     listed = {}
     for path, data in assets.items():
         put(target, f"assets/{path}", data)
         listed[path] = (len(data), digest(data).hex())
-    return build(
+    built = build(
         params,
         tree=node,
         save_id=save_id,
@@ -123,6 +130,7 @@ def assemble(
         root_hash=digest(texts["zarr.json"]).hex(),
         zarr_hashes=hashes,
     )
+    return built, (texts, hashes)
 
 
 def dump(manifest: Manifest) -> bytes:

@@ -17,6 +17,7 @@ from ckptfs.ranks.kv import Pauses
 from ckptfs.stage import Job, jobs_of
 
 if TYPE_CHECKING:
+    from ckptfs.commit import Documents
     from ckptfs.ranks import Group, Round
     from ckptfs.saveplan import Options, SavePlan
     from ckptfs.settings import Settings
@@ -36,10 +37,11 @@ class PlanCache:
         self.inputs: saveplan.Inputs | None = None  # what the plans of other ranks follow from
         self.dense: list[Job] | None = None  # the jobs that fill their buffers: worked out when first needed
         self.spare: list[Job] | None = None  # what this rank may copy for another: worked out when first needed
+        self.documents: Documents | None = None  # the leader's
 
     def forget(self) -> None:
         self.key, self.plan, self.jobs, self.inputs = _NO_KEY, None, [], None
-        self.spare = self.dense = None
+        self.spare = self.dense = self.documents = None
 
 
 class Description:
@@ -96,5 +98,5 @@ def agree(
     jobs = jobs_of(plan, settings.io_bytes, settings.small_file_bytes)
     cache.inputs = saveplan.Inputs(descriptions, of_rank, options) if len(distinct) <= _KEPT else None
     cache.plan, cache.jobs, cache.key = plan, jobs, key
-    cache.spare = cache.dense = None
+    cache.spare = cache.dense = cache.documents = None
     return plan, jobs

@@ -243,7 +243,7 @@ class Saver:
         self._stager = Stager(self.plan, self._pieces, self._started, pool, self._fetcher)
         self._pipeline = self._writers(target, self.plan, self.jobs, self._stager, pool)
         if self._pipeline.files is not None:
-            self._pipeline.files.reserve(lambda: self._write_documents(target), later=self.copy_first)
+            self._pipeline.files.reserve(lambda: self._write_documents(target))
 
     def _hand_over(self, pool: StagingPool) -> None:
         """Be there for the ranks that write what this one holds, and ready to fetch what this one writes for others."""
@@ -336,9 +336,9 @@ class Saver:
         """Copy everything this rank writes; the writers follow behind. Afterwards the caller's tensors are free."""
         self.phase("stage")
         assert self._pipeline is not None
-        self._small = self._fingerprints()
         for job in self.jobs:
             self._pipeline.feed(job)
+        self._small = self._fingerprints()
         if self._fetcher is not None:
             self._fetcher.close()
         if self._holder is not None and not self.keeps_tensors:
@@ -473,7 +473,7 @@ class Saver:
                 self.notes.append(fault)
 
     def _publish(self, round_: LeaderRound, target: Store, reports: Sequence[Report]) -> bytes:
-        built = commit.assemble(
+        built, self.cache.documents = commit.assemble(
             target,
             self.plan,
             reports,
@@ -481,6 +481,7 @@ class Saver:
             step=self.request.step,
             assets=self._assets,
             maps=self.request.maps,
+            known=self.cache.documents,
         )
         commit.publish(
             self.store, self.request.name, self._folder, commit.dump(built), overwrite=self.request.overwrite,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -99,7 +100,7 @@ def _dtensor(name: str, value: Any, rank: int) -> Held:
     key = (value.placements, shape, rank)
     if key not in known:  # many tensors are alike, and so is each in the next save
         spread = ["mesh", *_mesh(value.device_mesh), _places(name, value)]
-        known[key] = spread, boxes_of(spread, shape, rank)
+        known[key] = spread, [box for box in boxes_of(spread, shape, rank) if box.size]
     spread, boxes = known[key]
     local = value._local_tensor  # noqa: SLF001 - to_local() is differentiable and wraps; this is the storage
     if type(local).__name__ == "AsyncCollectiveTensor":
@@ -243,8 +244,10 @@ def tie(held: Sequence[Held]) -> tuple[list[Held], dict[str, str]]:
     """Arrays that share their very bytes are stored once: (those to store, later name → first name)."""
     first: dict[Any, str] = {}
     kept, aliases = [], {}
-    for one in held:
-        key = _identity(one)
+    places = [_place(one) for one in held]
+    shared = Counter(places)
+    for one, place in zip(held, places, strict=True):
+        key = _identity(one) if shared[place] > 1 else None
         if key is not None and key in first:
             aliases[one.desc.name] = first[key]
             continue
@@ -252,6 +255,16 @@ def tie(held: Sequence[Held]) -> tuple[list[Held], dict[str, str]]:
             first[key] = one.desc.name
         kept.append(one)
     return kept, aliases
+
+
+def _place(held: Held) -> tuple[str, int]:
+    """Where its bytes begin: who is alone there has nothing to be compared with."""
+    if not held.pieces:
+        return "object", id(held.value)
+    data = held.pieces[0][1]
+    if isinstance(data, np.ndarray):
+        return "cpu", int(data.__array_interface__["data"][0])
+    return data.device.type, data.data_ptr()
 
 
 def _identity(held: Held) -> Any:

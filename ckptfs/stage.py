@@ -372,14 +372,12 @@ class Stager:
     def _fill(self, array: int, start: int, stop: int, into: memoryview, buffer: Buffer | None) -> set[Any]:
         """Returns the devices that copies were begun from."""
         layout, held = self._plan.arrays[array].layout, self._pieces[array]
-        here = {data.device for _, data in held if getattr(data, "is_cuda", False)}
-        if here:
-            if buffer is not None:
-                self._pool.pin(buffer)
-            self._fill_from_gpu(layout, held, start, stop, into)
-        else:
+        if not any(getattr(data, "is_cuda", False) for _, data in held):
             fill(layout, held, start, stop, into)
-        return here
+            return set()
+        if buffer is not None:
+            self._pool.pin(buffer)
+        return self._fill_from_gpu(layout, held, start, stop, into)
 
     def wait_landed(self) -> None:
         """Every copy that was begun is complete."""
@@ -404,7 +402,8 @@ class Stager:
 
     def _fill_from_gpu(
         self, layout: Layout, held: Sequence[tuple[Box, Any]], start: int, stop: int, into: memoryview
-    ) -> None:
+    ) -> set[Any]:
+        devices = set()  # none where there is only padding
         torch = sys.modules["torch"]
         size = layout.itemsize
         carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[size]
@@ -423,3 +422,5 @@ class Stager:
                     out[inner.within(padded.start).slices].copy_(source.view(carrier), non_blocking=True)
                 # The allocator must not hand this memory out again before the copy is done.
                 data.record_stream(stream)
+                devices.add(data.device)
+        return devices

@@ -38,8 +38,9 @@ _TELLING_BYTES = 16 << 20  # the rate of fewer says more about the moment than a
 class Files:
     """The open files of a positional save: opened and reserved ahead of the writes, closed when their last piece is in.
 
-    Making a file costs as much as writing a megabyte, so a thread does it while the first bytes are copied and written.
-    A disk that has become full meanwhile ends the writing.
+    Making a file costs as much as writing a megabyte. As soon as every writer has something to write, a thread makes
+    those that come later: earlier, it would take the processor from the first copies, and the disk would wait. A disk
+    that has become full meanwhile ends the writing.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class Files:
         array = self._plan.arrays[number]
         return f"{zarr3.path_of_name(array.name)}/{array.layout.key()}"
 
-    def reserve(self, then: Callable[[], None] = lambda: None, *, later: bool = False) -> None:
-        """Look whether everything this rank will write fits; then set space aside for it, and go on with `then`, in a
-        thread, which begins now or with `go`.
+    def reserve(self, then: Callable[[], None] = lambda: None) -> None:
+        """Look whether everything this rank will write fits; `go` then has space set aside for it, and goes on with
+        `then`, in a thread.
         """
         needed = sum(b - a for ranges in self._plan.pieces.values() for a, b in ranges)
         free = self._store.free_bytes()
@@ -83,18 +84,15 @@ class Files:
                 self._error = error
 
         self._reserving = threading.Thread(target=work, name="ckptfs-reserve", daemon=True)
-        if not later:
-            self._reserving.start()
 
     def go(self) -> None:
-        """Begin what `reserve` was to do later."""
+        """Begin with what `reserve` was to do."""
         if self._reserving is not None and self._reserving.ident is None:
             self._reserving.start()
 
     def _reserve(self) -> None:
-        for number, ranges in self._plan.pieces.items():
-            total = sum(b - a for a, b in ranges)
-            if self._plan.arrays[number].layout.many or total <= self._small_bytes:
+        for number in self._plan.pieces:
+            if not self._is_reserved(number):
                 continue
             with self._lock:
                 if self._stopped:
@@ -103,13 +101,15 @@ class Files:
                     continue  # the writers were faster
                 self._left[number] += 1  # so that they do not close it meanwhile
             try:
-                writer = self._get(number)
-                for start, stop in ranges:
-                    writer.reserve(start, stop)
+                self._get(number)
             finally:
                 self._drop(number)
             if self._background:
                 let_others_in()
+
+    def _is_reserved(self, number: int) -> bool:
+        total = sum(b - a for a, b in self._plan.pieces[number])
+        return total > self._small_bytes and not self._plan.arrays[number].layout.many
 
     def raise_error(self) -> None:
         """Raise what went wrong in the thread of `reserve`, if anything did."""
@@ -126,10 +126,20 @@ class Files:
                 writer = self._writers.get(number)
             if writer is None:
                 self._store.make_dirs(zarr3.path_of_name(self._plan.arrays[number].name))
-                writer = self._store.open_writer(self.path(number))
+                writer = self._open(number)
                 with self._lock:
                     self._writers[number] = writer
             return writer
+
+    def _open(self, number: int) -> DirectWriter:
+        writer = self._store.open_writer(self.path(number))
+        try:
+            for start, stop in self._plan.pieces[number] if self._is_reserved(number) else []:
+                writer.reserve(start, stop)
+        except BaseException:
+            writer.close()
+            raise
+        return writer
 
     def write(self, part: Part, view: memoryview) -> None:
         array = self._plan.arrays[part.array]
@@ -249,6 +259,7 @@ class Pipeline:
         # A disk may tell of all requests at once that they are done. Then each writer has the next one to write at
         # once, not a checksum to take: who copies has taken it, if nobody waits for the copies.
         self._checks_early = not background and not copy_first
+        self._handed = 0
         self._go = threading.Event()
         if not copy_first:
             self._go.set()
@@ -272,6 +283,9 @@ class Pipeline:
             self._pool.release(buffer)
             raise
         self._queue.put((job, buffer, events, hashes))
+        self._handed += 1
+        if self._handed == len(self._threads) and self._go.is_set():
+            self.go()
 
     def feed_copied(self, job: Job, buffer: Any, events: list[Any]) -> None:
         """Hand over a buffer that holds the job's bytes already; it is released when they are written."""
@@ -289,8 +303,8 @@ class Pipeline:
                     self.raise_if_broken()  # else: just a slow store
 
     def go(self) -> None:
-        """Everything is copied: write, if that has not begun yet."""
-        if not self._go.is_set() and self.files is not None:
+        """Write, if that has not begun yet; make the files that are not needed yet."""
+        if self.files is not None:
             self.files.go()
         self._go.set()
 
@@ -310,6 +324,7 @@ class Pipeline:
 
     def finish(self) -> None:
         """Wait for all writes; raises the first error."""
+        self.go()
         self.stop()
         if self._error is not None:
             raise self._error

@@ -187,7 +187,7 @@ class StorageWriter(TorchWriter):
         node = tree.dumps(_tree_of(metadata, values)).decode()
         extras: list[dict[str, Any]] = [{"small": {}, "node": node}, *({"small": {}} for _ in reports[1:])]
         pieces = [[Finished.of(written)], *([] for _ in reports[1:])]
-        manifest = commit.assemble(
+        manifest, _ = commit.assemble(
             target,
             saveplan.SavePlan(arrays, {}, {}, self.settings.extent_bytes),
             list(zip(pieces, extras, strict=True)),

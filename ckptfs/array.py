@@ -290,28 +290,28 @@ class LazyArray(ABC):
 
     def take(self, ready: Data, out: Any) -> bool:
         """Copy what is at hand into an ordinary destination; False: look closer."""
-        pair = self.landing(ready, out)
-        if pair is None:
+        data = self.plain(out)
+        if data is None or data.shape != ready.shape or data.dtype != ready.dtype:
             return False
-        np.copyto(*pair)
+        np.copyto(data, ready)
         return True
 
-    def landing(self, ready: Data, out: Any) -> tuple[Data, Data] | None:
-        """An ordinary destination and what is at hand for it, as one type; None: look closer."""
+    def plain(self, out: Any) -> Data | None:
+        """An ordinary destination as what is at hand would be: of a carrier type where numpy has no own; else None."""
+        element = self.element
         if type(out) is np.ndarray:
-            if out.shape != ready.shape or not out.flags.writeable or 0 in out.strides:
+            if not out.flags.writeable or 0 in out.strides:
                 return None
-            if out.dtype == ready.dtype and self.element.native:
-                return out, ready
-            return (out.view(ready.dtype), ready) if out.dtype == self.element.numpy else None
+            if element.native:
+                return out if out.dtype == element.numpy else None
+            return out.view(element.carrier) if out.dtype == element.numpy else None
         torch = sys.modules.get("torch")
         if torch is None or type(out) is not torch.Tensor or not out.is_cpu:
             return None
-        if tuple(out.shape) != ready.shape or out.dtype != self.element.torch or 0 in out.stride():
+        if out.dtype != element.torch or 0 in out.stride() or out.is_conj() or out.is_neg():
             return None
-        if out.is_conj() or out.is_neg():
-            return None
-        return as_numpy(out.detach()), ready.view(self.element.carrier)
+        data: Data = out.detach().numpy() if element.native else as_numpy(out.detach())
+        return data
 
     def _into(self, selection: Selection, out: Data) -> None:
         parts, finish = self._parts(selection, out)

@@ -181,8 +181,11 @@ class Layout:
 
     def key(self, file: int = 0) -> str:
         """The Zarr chunk key of a file: `c.0.1` (separator '.'), `c` for 0-d arrays."""
-        index = self._index(file) if self.many else (0,) * len(self.shape)
-        return ".".join(("c", *map(str, index)))
+        return ".".join(("c", *map(str, self._index(file)))) if self.many else self._only_key
+
+    @cached_property
+    def _only_key(self) -> str:
+        return ".".join(("c", *("0" for _ in self.shape)))
 
     @property
     def files(self) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 from math import gcd, prod
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -78,6 +79,40 @@ class Target:
     out: np.ndarray[Any, Any]
 
 
+class Run(NamedTuple):
+    """A box that is one run of a raw array, as requests: the same for all arrays that are laid out alike."""
+
+    shape: tuple[int, ...]  # of what is selected
+    key: str  # of the file, in an array's folder
+    requests: tuple[Request, ...]  # in order, without gaps
+    check: bool
+
+
+class Piece(NamedTuple):
+    """A run of an array, and contiguous memory for it."""
+
+    param: Param
+    run: Run
+    out: np.ndarray[Any, Any]
+
+
+class _Turns:
+    """So many at once. Threads wait for a turn in C: with `threading.Semaphore` each would run Python to wait and to
+    wake another, as long as it takes to check a megabyte.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free: SimpleQueue[None] = SimpleQueue()
+        for _ in range(count):
+            self._free.put(None)
+
+    def __enter__(self) -> None:
+        self._free.get()
+
+    def __exit__(self, *exc: object) -> None:
+        self._free.put(None)
+
+
 class Reader:
     """Reads arrays of one step. Thread-safe."""
 
@@ -97,7 +132,7 @@ class Reader:
         self._files: OpenFiles | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._begun: dict[tuple[str, int, int], tuple[Future[None], Buffer]] = {}
-        self._turns = threading.Semaphore(_IN_FLIGHT * self.settings.read_threads)
+        self._turns = _Turns(_IN_FLIGHT * self.settings.read_threads)
 
     def _scratch(self) -> BufferPool:
         with self._pool_lock:
@@ -170,14 +205,16 @@ class Reader:
             threads = max(threads, min(_AT_WORK * threads, nbytes // self.settings.io_bytes))
         self.run(jobs, nbytes, progress, threads)
 
-    def read_slices(self, wanted: Iterable[Job | tuple[Param, list[Target]]], nbytes: int, *, verify: str) -> None:
+    def read_slices(
+        self, wanted: Iterable[Job | Piece | tuple[Param, list[Target]]], nbytes: int, *, verify: str
+    ) -> None:
         """Many slices, planned while they are read. An error leaves those filled that were read before it.
 
         Their requests are short, and between them a thread plans, copies and checks: more threads keep the disk busy.
         """
         self.run(self._many(wanted, verify), nbytes, threads=_AT_MOST * self.settings.read_threads)
 
-    def _many(self, wanted: Iterable[Job | tuple[Param, list[Target]]], verify: str) -> Iterator[Job]:
+    def _many(self, wanted: Iterable[Job | Piece | tuple[Param, list[Target]]], verify: str) -> Iterator[Job]:
         """Many slices (or jobs) as jobs, while they are planned; small cold ones are asked for now and done last.
 
         Each of those would wait for the disk as long as for a megabyte.
@@ -186,32 +223,37 @@ class Reader:
         for one in wanted:
             if isinstance(one, Job):
                 yield one
-                continue
-            param, targets = one
-            job = self._small(param, targets, verify == "extents") if len(targets) == 1 else None
-            if job is None:
-                yield from self._slices(param, targets, verify)
+            elif isinstance(one, Piece):
+                jobs, asked = self._of_run(*one)
+                if asked:
+                    small += jobs
+                else:
+                    yield from jobs
             else:
-                small.append(job)
+                yield from self._slices(*one, verify)
         yield from small
 
-    def _small(self, param: Param, targets: Sequence[Target], check: bool) -> Job | None:
-        """One short run, which the disk begins to bring into the page cache now; None: something else."""
-        box, out = targets[0].box, targets[0].out
-        if not 0 < out.nbytes < DIRECT_MIN_BYTES or not self._mappable or param.codec is not None:
-            return None
-        run = contiguous(param.layout, box) if out.flags.c_contiguous else None
-        if run is None or (
-            check and _is_whole(param, targets[0]) and param.layout.nbytes != param.layout.logical_bytes
-        ):
-            return None
-        request = _request(param, *run, check)
-        file = self._take(param, request.file)
-        try:
-            os.posix_fadvise(file.fd, request.offset, request.length, os.POSIX_FADV_WILLNEED)
-        finally:
-            self._opened().give(file)
-        return Job(out.nbytes, partial(self._fetch_run, param, request, out.reshape(-1).view(np.uint8)))
+    def _of_run(self, param: Param, run: Run, out: np.ndarray[Any, Any]) -> tuple[list[Job], bool]:
+        """A run as jobs; and whether it is short, and the disk begins to bring it into the page cache now."""
+        flat, first = out.reshape(-1).view(np.uint8), run.requests[0]
+        path, held = f"{param.path}/{run.key}", False
+        asked = out.nbytes < DIRECT_MIN_BYTES and self._mappable
+        if self._mappable:
+            file = self._take_path(param, path)
+            try:
+                if asked:
+                    os.posix_fadvise(file.fd, first.offset, first.length, os.POSIX_FADV_WILLNEED)
+                else:
+                    held = file.holds(first.offset, out.nbytes)
+            finally:
+                self._opened().give(file)
+        if held:
+            return self._parts(param, first.start, run.requests[-1].stop, out, run.check, held=True), False
+        jobs, base = [], first.start
+        for request in run.requests:
+            part = flat[request.start - base : request.stop - base]
+            jobs.append(Job(request.length, partial(self._fetch_run, param, request, part)))
+        return jobs, asked
 
     def begin(self, wanted: Iterable[tuple[Param, Sequence[Box]]]) -> None:
         """Have the disk bring the first requests of a bulk read that is being planned; `end` when it is over.
@@ -597,10 +639,13 @@ class Reader:
         self.count(whole.nbytes)
 
     def _take(self, param: Param, file: int) -> OpenFile:
+        return self._take_path(param, param.file(file))
+
+    def _take_path(self, param: Param, path: str) -> OpenFile:
         try:
-            return self._opened().take(param.file(file))
+            return self._opened().take(path)
         except NotFoundError as error:
-            raise _missing(param, file, self.store.url) from error
+            raise _missing(param, path, self.store.url) from error
 
     # --- requests --------------------------------------------------------------------------------------
 
@@ -672,7 +717,7 @@ class Reader:
         try:
             self._opened().read_into(path, request.offset, view)
         except NotFoundError as error:
-            raise _missing(param, request.file, self.store.url) from error
+            raise _missing(param, path, self.store.url) from error
         except CorruptError as error:
             raise CorruptError(
                 f"array {param.name!r}: {error}; restore the step from a copy, or load an older one"
@@ -721,6 +766,19 @@ def _request(param: Param, start: int, stop: int, check: bool) -> Request:
     layout = param.layout
     file, offset = divmod(start, layout.block_bytes) if layout.many else (0, start)
     return Request(file, offset, stop - start, start, stop, first, last)
+
+
+def run_of(param: Param, box: Box, shape: tuple[int, ...], check: bool) -> Run | None:
+    """A box as one run, in parts that several threads may read; None: plan it."""
+    layout = param.layout
+    found = contiguous(layout, box) if param.codec is None else None
+    if found is None or found[0] == found[1]:
+        return None
+    if check and found[1] - found[0] == layout.nbytes != layout.logical_bytes:
+        return None  # the padding belongs to extents that are to be checked too
+    parts = _cut_run(param, *found, _PART_BYTES, check)
+    made = tuple(_request(param, low, high, check) for low, high in parts)
+    return Run(shape, layout.key(made[0].file), made, check)
 
 
 def _cut_run(param: Param, start: int, stop: int, part_bytes: int, check: bool) -> list[tuple[int, int]]:
@@ -809,8 +867,7 @@ def check_verify(verify: str) -> str:
     return verify
 
 
-def _missing(param: Param, file: int, where: str) -> CorruptError:
-    path = param.file(file)
+def _missing(param: Param, path: str, where: str) -> CorruptError:
     return CorruptError(
         f"array {param.name!r}: file {path} is missing from {where}: restore the step from a copy, or load an older one"
     )

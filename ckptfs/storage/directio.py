@@ -45,7 +45,11 @@ _PageRange, _PageCounts = ctypes.c_uint64 * 2, ctypes.c_uint64 * 5  # of cachest
 
 def address_of(view: memoryview) -> int:
     """Where in memory a buffer starts."""
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0
+    if not len(view):
+        return 0
+    if view.readonly:
+        return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))  # a tenth of the time
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------
@@ -404,9 +408,11 @@ class DirectReader:
     def _read_in_place(self, fd: int, offset: int, view: memoryview, sector: int) -> None:
         head = -offset % sector
         middle = (len(view) - head) // sector * sector
-        self._read_buffered(fd, offset, view[:head])
+        if head:
+            self._read_buffered(fd, offset, view[:head])
         done = head + self._read_direct(offset + head, view[head : head + middle])
-        self._read_buffered(fd, offset + done, view[done:])
+        if done < len(view):
+            self._read_buffered(fd, offset + done, view[done:])
 
     def _read_through_scratch(self, fd: int, offset: int, view: memoryview, scratch: BufferPool) -> None:
         buffer = scratch.acquire()

@@ -54,7 +54,7 @@ class LocalStore(Store):
 
     def _object(self, path: str) -> str:
         """As `full`, for what must be below the store's own folder."""
-        return self.full(check_path(path))
+        return f"{self.root}/{check_path(path)}"
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

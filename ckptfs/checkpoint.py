@@ -71,30 +71,33 @@ class Array(LazyArray):
         window.count(part.nbytes)
         return part
 
-    def run_of(self, index: Any, data: Data, known: dict[Any, Run | None]) -> Run | None:
-        """What an index selects, if it is one run, and fills `data` in its order; None: look closer.
+    def run_of(self, index: Any, out: Data, known: dict[Any, Run | None]) -> Run | None:
+        """What an index selects, if it is one run that fills the destination in its order; None: look closer.
 
         known: those of other arrays, for layers are alike: planning each anew takes longer than checking it.
         """
-        key = _plain_index(index) if self.param.codec is None and data.flags.c_contiguous else None
+        key = _plain_index(index) if out.flags.c_contiguous else None
         if key is None:
             return None
-        alike = id(self.param.extents), key  # arrays that are laid out alike have one table
+        alike = self.param.layout, self.param.runs, key  # a layout says whether it is compressed, too
         run = known.get(alike)
         if run is None and alike not in known:
             found = select(index, self.shape, self.name)
             rising = all(item is None or isinstance(item, int) or item.step == 1 for item in found.items)
             run = run_of(self.param, found.box, found.shape, self._verify != "none") if rising else None
             known[alike] = run
-        return None if run is None or run.shape != data.shape else run
+        return None if run is None or run.shape != out.shape else run
 
-    def hand_over(self, index: Any, out: Any, data: Data) -> Job | None:
-        """What copies a part that is at hand, and checks it, as a job of several; None: it is to be read."""
+    def hand_over(self, index: Any, out: Data) -> Job | None:
+        """What copies a part that is at hand, and checks it, as a job of several; None: it is to be read.
+
+        out: a destination as `plain` gives it.
+        """
         window = self._window
         if (window is None or not window.file.whole()) and (window := self._look()) is None:
             return None
         part = self._part(window, index)
-        if part is None or part.shape != data.shape or part.dtype != data.dtype:
+        if part is None or part.shape != out.shape or part.dtype != out.dtype:
             return None
         if part.nbytes < self._unchecked_bytes:
             check = None
@@ -103,12 +106,10 @@ class Array(LazyArray):
         else:
             return None
         otherwise = partial(self._fill_again, index, out)
-        return Job(part.nbytes, partial(self._copy, window, part, data, check, otherwise), held=True)
+        return Job(part.nbytes, partial(self._copy, window, part, out, check, otherwise), held=True)
 
-    def _fill_again(self, index: Any, out: Any) -> None:
-        parts, finish = self.parts(index, out)
-        self.fill(parts)
-        finish()
+    def _fill_again(self, index: Any, out: Data) -> None:
+        self._into(select(index, self.shape, self.name), out.view(self.element.carrier))
 
     def _copy(self, window: Window, part: Data, out: Data, start: int | None, otherwise: Callable[[], None]) -> None:
         if not window.file.intact():  # closed meanwhile, because many others were opened; or cut
@@ -302,29 +303,33 @@ class Checkpoint(Mapping[str, Array]):
 
     def read(self, pieces: Iterable[tuple[str, Any, Any]]) -> None:
         """Many slices at once, (name, index, destination) each: as `Array.read`, all requests under way together."""
-        wanted = [(self[name], index, out) for name, index, out in pieces]
+        asked = list(pieces)
+        for name, _, _ in asked:
+            self.param(name)  # says at once which does not exist
         if self.verify == "full":
-            self._read_planned(wanted)
+            self._read_planned([(self[name], index, out) for name, index, out in asked])
             return
-        after: list[Callable[[], None]] = []
-        known: dict[Any, Run | None] = {}
         # Before other threads run: a call of torch that lets them run in between takes 20 µs longer.
-        plain = [array.plain(out) for array, _, out in wanted]
+        plain = {at: self[name].plain(out) for at, (name, _, out) in enumerate(asked) if type(out) is not np.ndarray}
+        known: dict[Any, Run | None] = {}
+        after: list[Callable[[], None]] = []
 
         def found() -> Iterator[Job | Piece | tuple[Param, list[Target]]]:
-            for (array, index, out), data in zip(wanted, plain, strict=True):
+            for at, (name, index, out) in enumerate(asked):
+                array = self[name]
+                data = plain[at] if at in plain else array.plain(out)
                 if data is not None:
-                    job = array.hand_over(index, out, data)
+                    job = array.hand_over(index, data)
                     run = None if job else array.run_of(index, data, known)
                     if job or run:
                         yield job or Piece(array.param, run, data)
                         continue
                 parts, finish = array.parts(index, out)
-                for box, data in parts:
-                    yield array.param, [Target(box, data)]
+                for box, target in parts:
+                    yield array.param, [Target(box, target)]
                 after.append(finish)
 
-        nbytes = sum(out.nbytes for _, _, out in wanted if hasattr(out, "nbytes"))
+        nbytes = sum(out.nbytes for _, _, out in asked if hasattr(out, "nbytes"))
         self._reader.read_slices(found(), nbytes, verify=self.verify)
         for finish in after:
             finish()

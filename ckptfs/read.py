@@ -79,12 +79,17 @@ class Target:
     out: np.ndarray[Any, Any]
 
 
+Whole = tuple[int, int, int]  # an extent that was read whole: its number, and [low, high) of what was read
+
+
 class Run(NamedTuple):
     """A box that is one run of a raw array, as requests: the same for all arrays that are laid out alike."""
 
     shape: tuple[int, ...]  # of what is selected
     key: str  # of the file, in an array's folder
-    requests: tuple[Request, ...]  # in order, without gaps
+    start: int  # logical
+    offset: int  # in the file
+    parts: tuple[tuple[int, int, tuple[Whole, ...]], ...]  # [low, high) of the run, and the extents that lie in it
     check: bool
 
 
@@ -235,25 +240,27 @@ class Reader:
 
     def _of_run(self, param: Param, run: Run, out: np.ndarray[Any, Any]) -> tuple[list[Job], bool]:
         """A run as jobs; and whether it is short, and the disk begins to bring it into the page cache now."""
-        flat, first = out.reshape(-1).view(np.uint8), run.requests[0]
-        path, held = f"{param.path}/{run.key}", False
-        asked = out.nbytes < DIRECT_MIN_BYTES and self._mappable
+        path, nbytes = f"{param.path}/{run.key}", out.nbytes
+        asked = self._mappable and nbytes < DIRECT_MIN_BYTES
         if self._mappable:
             file = self._take_path(param, path)
             try:
                 if asked:
-                    os.posix_fadvise(file.fd, first.offset, first.length, os.POSIX_FADV_WILLNEED)
-                else:
-                    held = file.holds(first.offset, out.nbytes)
+                    os.posix_fadvise(file.fd, run.offset, nbytes, os.POSIX_FADV_WILLNEED)
+                elif file.holds(run.offset, nbytes):
+                    return self._parts(param, run.start, run.start + nbytes, out, run.check, held=True), False
             finally:
                 self._opened().give(file)
-        if held:
-            return self._parts(param, first.start, run.requests[-1].stop, out, run.check, held=True), False
-        jobs, base = [], first.start
-        for request in run.requests:
-            part = flat[request.start - base : request.stop - base]
-            jobs.append(Job(request.length, partial(self._fetch_run, param, request, part)))
-        return jobs, asked
+        view = out.reshape(-1).view(np.uint8).data
+        return [
+            Job(high - low, partial(self._fetch_part, param, path, run.offset + low, view[low:high], extents))
+            for low, high, extents in run.parts
+        ], asked
+
+    def _fetch_part(self, param: Param, path: str, offset: int, view: memoryview, extents: Sequence[Whole]) -> None:
+        self._fetch_bytes(param, path, offset, view, len(extents))
+        for number, low, high in extents:
+            check_extent(param, number, view[low:high], self.store.url)
 
     def begin(self, wanted: Iterable[tuple[Param, Sequence[Box]]]) -> None:
         """Have the disk bring the first requests of a bulk read that is being planned; `end` when it is over.
@@ -713,18 +720,20 @@ class Reader:
         _scatter(param, targets, request.start, request.stop, view)
 
     def _fetch(self, param: Param, request: Request, view: memoryview, check: bool) -> None:
-        path = param.file(request.file)
+        self._fetch_bytes(param, param.file(request.file), request.offset, view, request.last - request.first)
+        if check:
+            check_extents(param, request, view, self.store.url)
+
+    def _fetch_bytes(self, param: Param, path: str, offset: int, view: memoryview, extents: int) -> None:
         try:
-            self._opened().read_into(path, request.offset, view)
+            self._opened().read_into(path, offset, view)
         except NotFoundError as error:
             raise _missing(param, path, self.store.url) from error
         except CorruptError as error:
             raise CorruptError(
                 f"array {param.name!r}: {error}; restore the step from a copy, or load an older one"
             ) from error
-        self.count(request.length, request.last - request.first)
-        if check:
-            check_extents(param, request, view, self.store.url)
+        self.count(len(view), extents)
 
 
 def _size(wanted: tuple[Param, Sequence[Target]]) -> int:
@@ -776,9 +785,18 @@ def run_of(param: Param, box: Box, shape: tuple[int, ...], check: bool) -> Run |
         return None
     if check and found[1] - found[0] == layout.nbytes != layout.logical_bytes:
         return None  # the padding belongs to extents that are to be checked too
-    parts = _cut_run(param, *found, _PART_BYTES, check)
-    made = tuple(_request(param, low, high, check) for low, high in parts)
-    return Run(shape, layout.key(made[0].file), made, check)
+    start, stop = found
+    requests = [_request(param, low, high, check) for low, high in _cut_run(param, start, stop, _PART_BYTES, check)]
+    parts = tuple((one.start - start, one.stop - start, tuple(_wholes(param, one))) for one in requests)
+    return Run(shape, layout.key(requests[0].file), start, requests[0].offset, parts, check)
+
+
+def _wholes(param: Param, request: Request) -> Iterator[Whole]:
+    """The extents that lie whole in a request."""
+    table = param.extents
+    for number in range(request.first, request.last):
+        low = int(table.offset[number]) - request.offset
+        yield number, low, low + int(table.length[number])
 
 
 def _cut_run(param: Param, start: int, stop: int, part_bytes: int, check: bool) -> list[tuple[int, int]]:
@@ -879,10 +897,8 @@ def _is_whole(param: Param, target: Target) -> bool:
 
 def check_extents(param: Param, request: Request, view: memoryview, where: str) -> None:
     """Compare every extent that lies whole in the request with its checksum."""
-    table = param.extents
-    for number in range(request.first, request.last):
-        low = int(table.offset[number]) - request.offset
-        check_extent(param, number, view[low : low + int(table.length[number])], where)
+    for number, low, high in _wholes(param, request):
+        check_extent(param, number, view[low:high], where)
 
 
 def check_extent(param: Param, number: int, view: memoryview, where: str) -> None:

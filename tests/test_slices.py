@@ -729,7 +729,9 @@ def test_hot_slices_are_copied_by_one_thread_a_core_and_others_read_by_more(tmp_
     monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda self, *a: (called.append(1), submit(self, *a))[1])
     pieces = [(name, slice(0, 512), np.zeros((512, 1024), "f4")) for name in arrays]
     for cold in ((), ("w4",), ("w1", "w2", "w4"), tuple(arrays)):
-        monkeypatch.setattr(read.Reader, "_holds", lambda self, param, *a, cold=cold: param.name not in cold)
+        monkeypatch.setattr(
+            OpenFile, "holds", lambda self, *a, cold=cold: Path(self.reader.path).parent.name not in cold
+        )
         with ckptfs.Checkpoint(tmp_path / "run/step-00000001", verify=verify) as ck:
             for name in arrays:
                 next((tmp_path / "run/step-00000001" / name).glob("c*")).read_bytes()

@@ -319,10 +319,11 @@ class Checkpoint(Mapping[str, Array]):
                 array = self[name]
                 data = plain[at] if at in plain else array.plain(out)
                 if data is not None:
-                    job = array.hand_over(index, data)
-                    run = None if job else array.run_of(index, data, known)
-                    if job or run:
-                        yield job or Piece(array.param, run, data)
+                    if (job := array.hand_over(index, data)) is not None:
+                        yield job
+                        continue
+                    if (run := array.run_of(index, data, known)) is not None:
+                        yield Piece(array.param, run, data)
                         continue
                 parts, finish = array.parts(index, out)
                 for box, target in parts:

@@ -547,6 +547,77 @@ def test_many_slices_at_once(scattered):
             ck.read([piece])
 
 
+ALIKE = [
+    slice(8, 40), (slice(8, 40),), (slice(8, 40), ...), slice(8, 40, 1), slice(8, 40, 2), slice(39, 7, -1), slice(-92, -60),
+    1, (1,), -1, (1, slice(None)), (1, slice(3, 900)), (None, 1), (..., 1), ..., (), slice(None), slice(4, 4), None,
+    (slice(0, 100), slice(0, 512)), (slice(0, 100), slice(512, 1024)), (slice(0, 64), slice(512, 1024)), (99, 1023),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+@pytest.mark.parametrize("verify", ["extents", "none"])
+def test_what_arrays_that_are_laid_out_alike_share_is_right_for_each(tmp_path, kind, verify):
+    """Planned once for all: into numpy and torch, into memory of any strides, whatever was asked for before."""
+    url = tmp_path / "run" if kind == "local" else f"memory://alike-{verify}"
+    rng = np.random.default_rng(5)
+    tree = {name: rng.standard_normal((100, 1024), dtype="f4") for name in "abcd"}
+    tree["ints"] = rng.integers(-9, 9, (100, 1024), dtype="i4")
+    tree["half"] = torch.from_numpy(tree["a"]).to(torch.bfloat16)
+    columns, ends = [tree["b"][:, :512], tree["b"][:, 512:]], [[[0, 0], [100, 512]], [[0, 512], [100, 1024]]]
+    panels = {name: shards.LocalShard(columns, (100, 1024), ["boxes", ends]) for name in ("p", "q")}
+    wide = {"wide": tree["a"].reshape(1024, 100).copy()}
+    ckptfs.Run(url).save(1, tree | panels | wide)
+    tree |= dict.fromkeys(panels, tree["b"])
+    tensors = {name: value if torch.is_tensor(value) else torch.from_numpy(value) for name, value in tree.items()}
+    with ckptfs.Checkpoint(f"{url}/step-00000001", verify=verify) as ck:
+        for strided in (False, True):
+            pieces, wanted = [], []
+            for index in ALIKE:
+                for name, tensor in tensors.items():
+                    array = shards.as_numpy(tensor)[index]
+                    out = torch.zeros((*array.shape, 2) if strided else array.shape, dtype=tensor.dtype)
+                    out = out[..., 0] if strided else out
+                    pieces.append((name, index, out if name in ("a", "d", "half") else out.numpy()))
+                    wanted.append((array, out))
+            if kind == "local":
+                for name in tree:
+                    evict(ck, name)
+            ck.read(pieces)
+            for array, out in wanted:
+                assert np.array_equal(shards.as_numpy(out), array)
+        row, rows = np.zeros(1024, "f4"), np.zeros((2, 1024), "f4")
+        good = [("a", slice(1, 3), rows), ("a", 1, row)]
+        for bad in (("b", True, row), ("b", slice(1.0, 3), rows), ("wide", slice(1, 3), rows), ("b", 100, row)):
+            if kind == "local":
+                evict(ck, "a")
+                evict(ck, bad[0])
+            with pytest.raises((IndexError, MismatchError)):
+                ckptfs.Checkpoint(f"{url}/step-00000001", verify=verify).read([*good, bad])
+        for out in (np.zeros((2, 1024), "i4"), np.zeros((1, 2048), "f4"), np.broadcast_to(row, (2, 1024))):
+            with pytest.raises(MismatchError):
+                ck.read([*good, ("b", slice(1, 3), out)])
+        rows.fill(0)
+        with pytest.raises(NotFoundError):
+            ck.read([*good, ("nobody", 1, row)])
+        assert not rows.any()
+    if kind == "local":
+        step = Path(f"{url}/step-00000001")
+        with next((step / "c").glob("c*")).open("r+b") as stored:
+            stored.seek(5000)
+            stored.write(b"\xff\xff")
+            os.fsync(stored.fileno())
+        with ckptfs.Checkpoint(step, verify=verify) as ck:
+            evict(ck, "c")
+            evict(ck, "d")
+            pieces = [(name, slice(0, 100), np.zeros((100, 1024), "f4")) for name in "dc"]
+            ck.read([pieces[0], ("c", slice(0, 99), np.zeros((99, 1024), "f4"))])  # not a whole extent
+            if verify == "none":
+                ck.read(pieces)
+            else:
+                with pytest.raises(CorruptError, match="'c': extent 0"):
+                    ck.read(pieces)
+
+
 @pytest.mark.parametrize("verify", ["extents", "none", "full"])
 def test_many_slices_cold_warm_and_damaged_are_each_as_they_would_be_alone(tmp_path, verify):
     made = np.random.default_rng(0)

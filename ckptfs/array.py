@@ -290,7 +290,8 @@ class LazyArray(ABC):
 
     def take(self, ready: Data, out: Any) -> bool:
         """Copy what is at hand into an ordinary destination; False: look closer."""
-        data = self.plain(out)
+        same = type(out) is np.ndarray and out.dtype == ready.dtype and self.element.native  # most: without a look-up
+        data = out if same and out.flags.writeable and 0 not in out.strides else self.plain(out)
         if data is None or data.shape != ready.shape or data.dtype != ready.dtype:
             return False
         np.copyto(data, ready)

@@ -29,7 +29,7 @@ from ckptfs.errors import CorruptError, MismatchError, NotFoundError
 from ckptfs.loadplan import PAGE_BYTES, Comb, Request, comb, requests, starts_of
 from ckptfs.manifest import HASH_BYTES, digest
 from ckptfs.ranges import cut
-from ckptfs.storage.directio import DIRECT_MIN_BYTES, Buffer, BufferPool, is_cached
+from ckptfs.storage.directio import DIRECT_MIN_BYTES, Buffer, BufferPool, Checks, hand_over, is_cached
 from ckptfs.storage.fileops import REAL_OPS
 from ckptfs.storage.local import LocalStore
 from ckptfs.storage.pagecache import OpenFile, OpenFiles, Window
@@ -258,9 +258,8 @@ class Reader:
         ], asked
 
     def _fetch_part(self, param: Param, path: str, offset: int, view: memoryview, extents: Sequence[Whole]) -> None:
-        self._fetch_bytes(param, path, offset, view, len(extents))
-        for number, low, high in extents:
-            check_extent(param, number, view[low:high], self.store.url)
+        self._fetch_bytes(param, path, offset, view, extents)
+        self.count(len(view), len(extents))
 
     def begin(self, wanted: Iterable[tuple[Param, Sequence[Box]]]) -> None:
         """Have the disk bring the first requests of a bulk read that is being planned; `end` when it is over.
@@ -680,8 +679,14 @@ class Reader:
                 return False
             view = buffer.at(request.offset, request.length)
             self.count(request.length, request.last - request.first)
-            check_extents(param, request, view, self.store.url)
-            self.deliver(param, targets, request, view)
+            into = _landing(param, targets[0], request) if len(targets) == 1 and param.codec is None else None
+            if into is not None:
+                checks = Checks(_wholes(param, request), partial(_is_sound, param))
+                hand_over(view, into, checks=checks)
+                self._refuse(param, checks)
+            else:
+                check_extents(param, request, view, self.store.url)
+                self.deliver(param, targets, request, view)
             return True
         finally:
             self._scratch().release(buffer)
@@ -720,20 +725,25 @@ class Reader:
         _scatter(param, targets, request.start, request.stop, view)
 
     def _fetch(self, param: Param, request: Request, view: memoryview, check: bool) -> None:
-        self._fetch_bytes(param, param.file(request.file), request.offset, view, request.last - request.first)
-        if check:
-            check_extents(param, request, view, self.store.url)
+        extents = list(_wholes(param, request)) if check else ()
+        self._fetch_bytes(param, param.file(request.file), request.offset, view, extents)
+        self.count(request.length, request.last - request.first)
 
-    def _fetch_bytes(self, param: Param, path: str, offset: int, view: memoryview, extents: int) -> None:
+    def _fetch_bytes(self, param: Param, path: str, offset: int, view: memoryview, extents: Sequence[Whole]) -> None:
+        checks = Checks(extents, partial(_is_sound, param)) if extents else None
         try:
-            self._opened().read_into(path, offset, view)
+            self._opened().read_into(path, offset, view, checks)
         except NotFoundError as error:
             raise _missing(param, path, self.store.url) from error
         except CorruptError as error:
             raise CorruptError(
                 f"array {param.name!r}: {error}; restore the step from a copy, or load an older one"
             ) from error
-        self.count(len(view), extents)
+        self._refuse(param, checks)
+
+    def _refuse(self, param: Param, checks: Checks | None) -> None:
+        if checks is not None and checks.wrong:
+            raise _unsound(param, checks.wrong[0], self.store.url)
 
 
 def _size(wanted: tuple[Param, Sequence[Target]]) -> int:
@@ -903,10 +913,17 @@ def check_extents(param: Param, request: Request, view: memoryview, where: str) 
 
 def check_extent(param: Param, number: int, view: memoryview, where: str) -> None:
     """Compare the stored bytes of an extent with its checksum."""
-    if digest(view) == param.hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]:
-        return
+    if not _is_sound(param, number, view):
+        raise _unsound(param, number, where)
+
+
+def _is_sound(param: Param, number: int, view: memoryview) -> bool:
+    return digest(view) == param.hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
+
+
+def _unsound(param: Param, number: int, where: str) -> CorruptError:
     table = param.extents
-    raise CorruptError(
+    return CorruptError(
         f"array {param.name!r}: extent {number} ({int(table.length[number])} bytes at offset "
         f"{int(table.offset[number])} of {where}/{param.file(int(table.file[number]))}) is not what was saved: "
         "its checksum differs. Restore the step from a copy, or load an older one"

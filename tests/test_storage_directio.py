@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ckptfs.errors import CorruptError, NotFoundError, StorageError
@@ -151,8 +151,17 @@ def test_writers_of_disjoint_ranges_make_the_file(tmp_path, cuts, first, seed, s
     shift=st.integers(0, PAGE) | st.integers(0, 8).map(lambda n: n * 512),
     cold=st.booleans(),
     scratch=st.booleans(),
+    edges=st.lists(st.integers(0, 3 * BIG), max_size=8),
 )
-def test_reads_at_any_alignment_agree_with_the_bytes(tmp_path, offset, nbytes, shift, cold, scratch):
+@example(
+    offset=1000,
+    nbytes=3 * BIG,
+    shift=64,
+    cold=True,
+    scratch=True,
+    edges=[10, 20, 100_000, 300_000, 2 * BIG, 2 * BIG + 50_000],
+)
+def test_reads_at_any_alignment_agree_with_the_bytes(tmp_path, offset, nbytes, shift, cold, scratch, edges):
     path = str(tmp_path / "f")
     data = random_bytes(5 * BIG + 1234)
     if not os.path.exists(path):
@@ -165,8 +174,20 @@ def test_reads_at_any_alignment_agree_with_the_bytes(tmp_path, offset, nbytes, s
     into = memoryview(memory)[shift : shift + nbytes]
     with DirectReader(path, scratch=pool if scratch else None) as reader:
         assert reader.size == len(data)
-        reader.read_into(offset, into)
+        # Every other range between the edges is a part that is to be looked at; two of them are not sound.
+        ends = sorted({edge for edge in edges if edge <= nbytes})
+        parts = [(number, *part) for number, part in enumerate(itertools.pairwise(ends))][::2]
+        looked = []
+
+        def is_sound(number, view):
+            looked.append((number, bytes(view)))
+            return number not in (2, 4)
+
+        checks = directio.Checks(parts, is_sound)
+        reader.read_into(offset, into, checks=checks)
     assert bytes(into) == data[offset : offset + nbytes]
+    assert sorted(looked) == [(number, data[offset + low : offset + high]) for number, low, high in parts]
+    assert sorted(checks.wrong) == [number for number, *_ in parts if number in (2, 4)]
     assert memory[shift + nbytes] == 0
     pool.close()
 

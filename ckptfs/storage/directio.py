@@ -17,13 +17,16 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from ckptfs.errors import StorageError
 from ckptfs.storage.base import os_error, truncated
 from ckptfs.storage.fileops import REAL_OPS, FileOps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
 
 ALIGN_BYTES = 4096  # satisfies every disk in use; many accept less, see `sector_bytes`
 BUFFER_BYTES = 8 << 20  # one request: 4 MiB reach 0.93 of the rate of 8 MiB, 1 MiB 0.7
@@ -349,6 +352,46 @@ class DirectWriter:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
+class Checks:
+    """Parts of what is read (number, [low, high) of it, ascending): each is looked at once, wherever it is at hand."""
+
+    def __init__(self, parts: Iterable[tuple[int, int, int]], is_sound: Callable[[int, memoryview], bool]) -> None:
+        self.wrong: list[int] = []  # the numbers of those that are not sound
+        self._left = list(parts)
+        self._is_sound = is_sound
+
+    def look(self, source: memoryview, base: int = 0) -> Iterator[int]:
+        """Look at those that lie in these bytes, which begin at `base`; after each look, where that part ends."""
+        left = []
+        for part in self._left:
+            number, low, high = part
+            if low < base or high > base + len(source):
+                left.append(part)
+                continue
+            if not self._is_sound(number, source[low - base : high - base]):
+                self.wrong.append(number)
+            yield high - base
+        self._left = left
+
+    def finish(self, view: memoryview) -> None:
+        """Look at all that are left, where everything is."""
+        for _ in self.look(view):
+            pass
+
+
+def hand_over(source: memoryview, into: memoryview, base: int = 0, checks: Checks | None = None) -> None:
+    """Copy bytes that begin at `base` of a read; each part right after the look at it: the processor has it at hand.
+
+    With two passes over a bufferful, the second waits for memory again: cold loads took 1.05 of the time.
+    """
+    # With numpy: a slice assignment of memoryviews would keep the interpreter locked.
+    to, of, done = np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8), 0
+    for end in checks.look(source, base) if checks is not None else ():
+        np.copyto(to[done:end], of[done:end])
+        done = end
+    np.copyto(to[done:], of[done:])
+
+
 class DirectReader:
     """An open file to read byte ranges of: from the page cache what is in it, the rest past it.
 
@@ -387,10 +430,10 @@ class DirectReader:
             raise StorageError(f"reading {self.path}: the reader is closed")
         return self._fd
 
-    def read_into(self, offset: int, into: memoryview, *, cold: bool = False) -> None:
+    def read_into(self, offset: int, into: memoryview, *, cold: bool = False, checks: Checks | None = None) -> None:
         """Fill `into` with the bytes from `offset` on; CorruptError if the file ends before that.
 
-        `cold`: the page cache is known to have none of it, and is not asked.
+        `cold`: the page cache is known to have none of it, and is not asked. `checks` are done when this returns.
         """
         view = memoryview(into).cast("B")
         fd = self._open_fd()
@@ -401,9 +444,11 @@ class DirectReader:
         elif (address_of(view) - offset) % (sector := sector_bytes(fd, self._device)) == 0:
             self._read_in_place(fd, offset, view, sector)
         elif self._scratch is not None:
-            self._read_through_scratch(fd, offset, view, self._scratch)
+            self._read_through_scratch(fd, offset, view, self._scratch, checks)
         else:
             self._read_buffered(fd, offset, view)
+        if checks is not None:
+            checks.finish(view)
 
     def _read_in_place(self, fd: int, offset: int, view: memoryview, sector: int) -> None:
         head = -offset % sector
@@ -414,7 +459,9 @@ class DirectReader:
         if done < len(view):
             self._read_buffered(fd, offset + done, view[done:])
 
-    def _read_through_scratch(self, fd: int, offset: int, view: memoryview, scratch: BufferPool) -> None:
+    def _read_through_scratch(
+        self, fd: int, offset: int, view: memoryview, scratch: BufferPool, checks: Checks | None
+    ) -> None:
         buffer = scratch.acquire()
         try:
             done = 0
@@ -427,9 +474,7 @@ class DirectReader:
                 if got <= skip:
                     break
                 count = min(got - skip, len(view) - done)
-                # With numpy: a slice assignment of memoryviews would keep the interpreter locked.
-                source = np.frombuffer(buffer.view[skip : skip + count], np.uint8)
-                np.copyto(np.frombuffer(view[done : done + count], np.uint8), source)
+                hand_over(buffer.view[skip : skip + count], view[done : done + count], done, checks)
                 done += count
         finally:
             scratch.release(buffer)

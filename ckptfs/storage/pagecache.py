@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ckptfs.storage.base import Store
-from ckptfs.storage.directio import BufferPool, DirectReader, Turns, all_cached, cached_pages
+from ckptfs.storage.directio import BufferPool, Checks, DirectReader, Turns, all_cached, cached_pages
 
 TRUSTED_S = 1.0  # how long a page that was in the page cache is taken to be there
 REGION_BYTES = 1 << 20
@@ -153,13 +153,15 @@ class OpenFiles:
         self._open: OrderedDict[str, OpenFile] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read_into(self, path: str, offset: int, view: memoryview) -> None:
+    def read_into(self, path: str, offset: int, view: memoryview, checks: Checks | None = None) -> None:
         if not self._store.positional:
             self._store.read_into(path, offset, view)
+            if checks is not None:
+                checks.finish(view)
             return
         file = self.take(path)
         try:
-            file.reader.read_into(offset, view, cold=file.cold())
+            file.reader.read_into(offset, view, cold=file.cold(), checks=checks)
         finally:
             self.give(file)
 

@@ -29,7 +29,7 @@ from ckptfs.errors import CorruptError, MismatchError, NotFoundError
 from ckptfs.loadplan import PAGE_BYTES, Comb, Request, comb, requests, starts_of
 from ckptfs.manifest import HASH_BYTES, digest
 from ckptfs.ranges import cut
-from ckptfs.storage.directio import DIRECT_MIN_BYTES, Buffer, BufferPool, Checks, hand_over, is_cached
+from ckptfs.storage.directio import DIRECT_MIN_BYTES, Buffer, BufferPool, Checks, copy_checked, is_cached
 from ckptfs.storage.fileops import REAL_OPS
 from ckptfs.storage.local import LocalStore
 from ckptfs.storage.pagecache import OpenFile, OpenFiles, Window
@@ -682,7 +682,7 @@ class Reader:
             into = _landing(param, targets[0], request) if len(targets) == 1 and param.codec is None else None
             if into is not None:
                 checks = Checks(_wholes(param, request), partial(_is_sound, param))
-                hand_over(view, into, checks=checks)
+                copy_checked(view, into, checks=checks)
                 self._refuse(param, checks)
             else:
                 check_extents(param, request, view, self.store.url)

@@ -379,7 +379,7 @@ class Checks:
             pass
 
 
-def hand_over(source: memoryview, into: memoryview, base: int = 0, checks: Checks | None = None) -> None:
+def copy_checked(source: memoryview, into: memoryview, base: int = 0, checks: Checks | None = None) -> None:
     """Copy bytes that begin at `base` of a read; each part right after the look at it: the processor has it at hand.
 
     With two passes over a bufferful, the second waits for memory again: cold loads took 1.05 of the time.
@@ -474,7 +474,7 @@ class DirectReader:
                 if got <= skip:
                     break
                 count = min(got - skip, len(view) - done)
-                hand_over(buffer.view[skip : skip + count], view[done : done + count], done, checks)
+                copy_checked(buffer.view[skip : skip + count], view[done : done + count], done, checks)
                 done += count
         finally:
             scratch.release(buffer)

@@ -262,7 +262,8 @@ def box(table: dict[str, tuple[int, ...]], pick: random.Random) -> list[tuple[st
 
 
 AS_RANKS = "1/8 shard, saved by 8 ranks"  # by ckptfs alone
-ROUNDS = 3  # in which everybody has a turn: what slows the machine down for a moment does not meet one of them alone
+# Rounds in which everybody has a turn: what slows the machine down for a moment does not meet one of them alone.
+ROUNDS, READS_A_ROUND = 3, 10  # at least so many rounds; with no more reads than that in each
 # operation → what to read, reads in one repetition (cold, warm)
 Choose = Callable[[dict[str, tuple[int, ...]], random.Random], list[tuple[str, Index]]]
 OPERATIONS: dict[str, tuple[Choose, int, int]] = {
@@ -493,7 +494,7 @@ def _once(
     from benchmarks.machine import Cost
     from benchmarks.work import with_limits
 
-    rounds = min(ROUNDS, count) if cache == "warm" or operation == AS_RANKS else 1
+    rounds = min(max(ROUNDS, count // READS_A_ROUND), count) if cache == "warm" or operation == AS_RANKS else 1
     times: dict[str, list[float]] = {}
     states: dict[str, str] = {}
     for part in range(rounds):

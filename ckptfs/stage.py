@@ -137,19 +137,29 @@ def fill(layout: Layout, pieces: Iterable[tuple[Box, Any]], start: int, stop: in
     if len(arrays) == 1 and (run := _run_of(layout, *arrays[0], start, stop)) is not None:
         np.copyto(flat, run)
         return
+    for to, data, where in _copies(layout, arrays, start, stop, flat):
+        np.copyto(to, data[where])
+
+
+def _copies(
+    layout: Layout, pieces: Sequence[tuple[Box, Any]], start: int, stop: int, flat: Any
+) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
+    """What fills the stored bytes [start, stop) of an array: (part of `flat`, data of a piece, the index in it).
+
+    What is padding is zeroed. `flat` and data are arrays of numpy, or tensors.
+    """
+    size = layout.itemsize
     for offset, valid, padded in layout.parts(start, stop):
         out = flat[offset // size : offset // size + padded.size].reshape(padded.shape)
         if valid.shape != padded.shape:
             out[...] = 0
         missing = valid.size
-        for box, data in arrays:
+        for box, data in pieces:
             inner = valid & box
             if inner.size:
                 missing -= inner.size
                 # `...` so that a 0-d array stays one.
-                to: Any = (..., *inner.within(padded.start).slices)
-                source: Any = (..., *inner.within(box.start).slices)
-                np.copyto(out[to], data[source])
+                yield out[(..., *inner.within(padded.start).slices)], data, (..., *inner.within(box.start).slices)
         if missing:  # a plan that gives a rank what it does not hold would store whatever the buffer held before
             raise CkptError(f"{missing} elements at {valid} are not held by this rank: the ranks' plans disagree")
 
@@ -349,6 +359,13 @@ class Stager:
 
     def copy(self, job: Job, buffer: Buffer) -> list[Any]:
         """Fill the buffer; returns the CUDA events of copies that are still under way."""
+        try:
+            return self._copy(job, buffer)
+        except BaseException:
+            self._land()  # whoever gets the buffer next must not find these copies in it
+            raise
+
+    def _copy(self, job: Job, buffer: Buffer) -> list[Any]:
         devices: set[Any] = set()
         wanted: list[Wanted] = []
         for part in job.parts:
@@ -366,7 +383,12 @@ class Stager:
 
     def read(self, array: int, start: int, stop: int, into: memoryview) -> None:
         """The stored bytes [start, stop) of an array, from this rank's live tensors; by any thread."""
-        for device in self._fill(array, start, stop, into, None):
+        try:
+            devices = self._fill(array, start, stop, into, None)
+        except BaseException:
+            self._land()
+            raise
+        for device in devices:
             self._record(device).synchronize()
 
     def _fill(self, array: int, start: int, stop: int, into: memoryview, buffer: Buffer | None) -> set[Any]:
@@ -381,9 +403,14 @@ class Stager:
 
     def wait_landed(self) -> None:
         """Every copy that was begun is complete."""
-        for stream in self._streams.values():
-            stream.synchronize()
+        self._land()
         self._pieces = ()
+
+    def _land(self) -> None:
+        with self._lock:
+            streams = list(self._streams.values())
+        for stream in streams:
+            stream.synchronize()
 
     def _record(self, device: Any) -> Any:
         event = sys.modules["torch"].cuda.Event()
@@ -407,20 +434,12 @@ class Stager:
         torch = sys.modules["torch"]
         size = layout.itemsize
         carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[size]
-        flat = torch.frombuffer(into, dtype=carrier)
-        for offset, valid, padded in layout.parts(start, stop):
-            out = flat[offset // size : offset // size + padded.size].view(padded.shape)
-            if valid.shape != padded.shape:
-                out.zero_()
-            for box, data in held:
-                inner = valid & box
-                if not inner.size:
-                    continue
-                stream = self._stream(data.device)
-                with torch.cuda.stream(stream):
-                    source = data.resolve_conj().resolve_neg()[inner.within(box.start).slices]
-                    out[inner.within(padded.start).slices].copy_(source.view(carrier), non_blocking=True)
-                # The allocator must not hand this memory out again before the copy is done.
-                data.record_stream(stream)
-                devices.add(data.device)
+        for to, data, where in _copies(layout, held, start, stop, torch.frombuffer(into, dtype=carrier)):
+            stream = self._stream(data.device)
+            with torch.cuda.stream(stream):
+                source = data.resolve_conj().resolve_neg()[where]
+                to.copy_(source.view(carrier), non_blocking=True)
+            # The allocator must not hand this memory out again before the copy is done.
+            data.record_stream(stream)
+            devices.add(data.device)
         return devices

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 import ckptfs
 from ckptfs import dtypes, write
+from ckptfs.box import Box
+from ckptfs.errors import CkptError, SaveError
 from ckptfs.grid import Layout, choose
 from ckptfs.ranges import merge
 from ckptfs.saveplan import Array, SavePlan, plan
 from ckptfs.settings import MIB
 from ckptfs.shards import hold
-from ckptfs.stage import Stager, StagingPool, Started, jobs_of
+from ckptfs.stage import Job, Part, Stager, StagingPool, Started, jobs_of
 from ckptfs.storage import LocalStore
 from ckptfs.storage.fileops import FileOps
 from test_saveplan import descriptions_of, options, worlds
@@ -136,6 +138,42 @@ def test_the_code_for_gpus_copies_the_same(made, chosen):
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         patch.setattr(torch.cuda, "Event", Event)
         check(made, chosen, on_device=True)
+
+
+class Stream:
+    def __init__(self):
+        self.landed = False
+
+    def synchronize(self):
+        self.landed = True
+
+
+@pytest.mark.parametrize("held", ["less than the plan says", "all"])
+def test_an_error_beside_copies_from_gpus_leaves_none_under_way(monkeypatch, held):
+    """The buffer goes to somebody else then, and a copy that lands late would be in his bytes."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    rows = 4 if held == "all" else 3
+    data = OnDevice(np.arange(rows * 8, dtype=np.uint8).reshape(rows, 8))
+    layout = Layout((6, 8), 1, (6, 8), (6, 8))
+    pulls = {0: [(32, 48, 1)]}  # the last two rows come from another rank
+    one = SavePlan([Array("w", dtypes.of("uint8"), layout, None)], {0: [(0, 48)]}, {}, 4096, pulls=pulls)
+    pool = StagingPool(1 << 20, 1 << 16)
+    pool.pin = lambda buffer: None
+
+    def pull(wanted):
+        raise SaveError("the other rank is gone", {1: "gone"})
+
+    stager = Stager(one, [[(Box((0, 0), (rows, 8)), data)]], Started({}), pool, pull)
+    stream = Stream()
+    monkeypatch.setattr(stager, "_stream", lambda device: stager._streams.setdefault(device, stream))
+    buffer = pool.acquire()
+    kind, text = (SaveError, "is gone") if held == "all" else (CkptError, "8 elements at .* are not held by this rank")
+    with pytest.raises(kind, match=text):
+        stager.copy(Job((Part(0, 0, 48, 0),)), buffer)
+    assert data.streams == [stream]
+    assert stream.landed
+    pool.release(buffer)
+    pool.close()
 
 
 @pytest.mark.parametrize("shape", [(32400, 1000), (151936, 3584), (50257, 768), (2880, 1088), (34816, 1088)])

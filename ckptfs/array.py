@@ -198,11 +198,11 @@ class LazyArray(ABC):
 
         ready = self.at_hand(index)
         if ready is not None:
-            out = torch.empty(ready.shape, dtype=self.element.torch)
+            out = torch.empty(ready.shape, dtype=self.element.torch, device="cpu")
             np.copyto(as_numpy(out), ready.view(self.element.carrier))
             return out
         selection = select(index, self.shape, self.name)
-        out = torch.empty(selection.shape, dtype=self.element.torch)
+        out = torch.empty(selection.shape, dtype=self.element.torch, device="cpu")
         plain = out if self.element.native else out.view(torch.int16 if self.element.itemsize == 2 else torch.uint8)
         self._into(selection, plain.numpy().view(self.element.carrier))
         return out
@@ -363,14 +363,14 @@ class LazyArray(ABC):
         if not target.numel():
             return
         if not target.shape:
-            piece = torch.empty((), dtype=target.dtype)
+            piece = torch.empty((), dtype=target.dtype, device="cpu")
             self._into(selection, as_numpy(piece))
             target.copy_(piece)
             return
         count = len(target)
         rows = max(1, PINNED_BYTES // (target[0].numel() * target.element_size()))
         pinned = [
-            torch.empty((min(rows, count), *target.shape[1:]), dtype=target.dtype, pin_memory=True)
+            torch.empty((min(rows, count), *target.shape[1:]), dtype=target.dtype, device="cpu", pin_memory=True)
             for _ in range(1 if rows >= count else 2)
         ]
         copied: list[Any] = [None, None]

@@ -425,7 +425,7 @@ class Checkpoint(Mapping[str, Array]):
         else:
             import torch
 
-            value = torch.empty(param.shape, dtype=param.dtype.torch)
+            value = torch.empty(param.shape, dtype=param.dtype.torch, device="cpu")
         _add(work, param, [Target(Box.whole(param.shape), as_numpy(value))])
         if tag.get("as") == "parameter" and not numpy:
             import torch
@@ -679,7 +679,7 @@ def _convert(staging: np.ndarray[Any, Any], param: Param, data: Any) -> None:
         data[...] = staging.view(param.dtype.numpy)
         return
     torch = sys.modules["torch"]
-    source = torch.empty(staging.shape, dtype=param.dtype.torch)
+    source = torch.empty(staging.shape, dtype=param.dtype.torch, device="cpu")
     as_numpy(source)[...] = staging
     with torch.no_grad():
         data.copy_(source)

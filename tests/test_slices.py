@@ -249,6 +249,19 @@ def test_bad_destinations(ck):
         ck["ww"]
 
 
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+@pytest.mark.parametrize("verify", ["extents", "full"])
+def test_what_is_read_is_in_main_memory_whatever_the_default_device(ck, device, verify):
+    with ckptfs.Checkpoint(ck.url, verify=verify) as again, torch.device(device):
+        found = [again["w"][1:3, ::2], again["b"][...], again["s"][()], *again.tree().values()]
+        target = {name: torch.zeros(again[name].shape, dtype=torch.float64, device="cpu") for name in again}
+        again.load(target, cast=True)
+        whole = dict(again.stream())
+    assert all(one.device.type == "cpu" for one in (*found, *whole.values()))
+    assert found[0].tolist() == [[6, 8, 10], [12, 14, 16]]
+    assert target["w"].tolist() == whole["w"].tolist() == np.arange(24.0).reshape(4, 6).tolist()
+
+
 def test_numpy_integers_index(ck):
     assert ck["w"][np.int64(1), torch.tensor(2)].item() == 8
 

@@ -185,6 +185,12 @@ def test_unknown_operations_read_first(ck, full):
         w[0].copy_(torch.zeros(48))
 
 
+def test_the_default_device_does_not_matter(ck, full):
+    with torch.device("meta"):
+        found = LazyTensor(ck["w"]).clone()
+    assert torch.equal(found, full["w"])
+
+
 def test_shapes_and_types_read_nothing(ck):
     def look():
         w = LazyTensor(ck["w"])

@@ -155,7 +155,7 @@ class StorageReader(TorchReader):
             if tag["as"] == "numpy":
                 made: Any = np.empty(param.shape, dtype=param.dtype.numpy)
             else:
-                made = torch.empty(param.shape, dtype=param.dtype.torch)
+                made = torch.empty(param.shape, dtype=param.dtype.torch, device="cpu")
             work.append((param, [Target(Box.whole(param.shape), as_numpy(made))] if made.size else []))
             return made
 
@@ -221,7 +221,7 @@ class _Wanted:
             return
         source = target
         if not same or target.device.type != "cpu":
-            source = torch.empty(box.shape, dtype=param.dtype.torch)
+            source = torch.empty(box.shape, dtype=param.dtype.torch, device="cpu")
             self._copies.append((target, source))
         self._work.setdefault(param.name, (param, []))[1].append(Target(box, as_numpy(source)))
 

@@ -117,7 +117,7 @@ class LazyTensor(torch.Tensor):
 
     def materialize(self) -> torch.Tensor:
         """An ordinary tensor with the values of this one."""
-        out = torch.empty(self.shape, dtype=self.dtype)
+        out = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.read_into(out)
         return out
 

@@ -292,7 +292,7 @@ class Checkpoint(Mapping[str, Array]):
         if found is None:
             from difflib import get_close_matches
 
-            close = get_close_matches(name, self._names, 3)
+            close = get_close_matches(str(name), self._names, 3)
             hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
             raise NotFoundError(f"{self.url} has no array {name!r}{hint}")
         return found

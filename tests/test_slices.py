@@ -231,6 +231,12 @@ def test_bad_indices(ck, index, says):
             way(index)
 
 
+def test_a_name_that_is_no_text_is_not_there(ck):
+    assert ck.get(0) is None
+    with pytest.raises(NotFoundError, match="no array 0"):
+        ck[0]
+
+
 def test_bad_destinations(ck):
     w = ck["w"]
     read_only = np.empty((4, 6), "f4")

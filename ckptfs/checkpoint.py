@@ -248,7 +248,7 @@ class Checkpoint(Mapping[str, Array]):
 
     def close(self) -> None:
         """Close files and give buffers back; what is read afterwards opens them again."""
-        for array in self._arrays.values():
+        for array in list(self._arrays.values()):  # other threads may look at new ones
             array.forget()
         self._reader.close()
 

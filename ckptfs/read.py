@@ -159,12 +159,12 @@ class Reader:
                 files = self._files = self._files or OpenFiles(self.store, pool, self._turns)
         return files
 
-    def _helpers(self) -> ThreadPoolExecutor:
-        """Threads that stay: starting them anew takes as long as a megabyte."""
-        with self._pool_lock:
+    def _help(self, do: Callable[..., None], *how: Any) -> Future[None]:
+        """Have a thread do it that stays: starting one anew takes as long as a megabyte."""
+        with self._pool_lock:  # until it is handed over: the threads may be closed meanwhile
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(_AT_WORK * self.settings.read_threads - 1, "ckptfs-read")
-            return self._threads
+            return self._threads.submit(do, *how)
 
     def count(self, nbytes: int, extents: int = 0) -> None:
         """Add to what has been read."""
@@ -175,9 +175,10 @@ class Reader:
             self.extents_read += extents
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
-            self._threads = None
+        with self._pool_lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False)
         if self._files is not None:
             self._files.close()
             self._files = None
@@ -285,7 +286,7 @@ class Reader:
                 left -= 1
                 buffer = pool.acquire()
                 view = buffer.at(one.offset, one.length)
-                self._begun[key] = self._helpers().submit(self._opened().read_into, *key[:2], view), buffer
+                self._begun[key] = self._help(self._opened().read_into, *key[:2], view), buffer
 
     def _cached(self, param: Param, request: Request) -> bool:
         file = self._take(param, request.file)
@@ -326,7 +327,7 @@ class Reader:
         def hire(wanted: int) -> None:
             """So many helpers; once there are helpers only while planning, which ends when it is over."""
             while nbytes >= _THREADS_FROM_BYTES and len(helpers) < wanted and not over:
-                helpers.append(self._helpers().submit(work, lambda _: None))
+                helpers.append(self._help(work, lambda _: None))
 
         def work(tell: Callable[[int], None]) -> None:
             nonlocal done, over

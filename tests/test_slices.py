@@ -1,5 +1,6 @@
 """Every slice of a stored array equals numpy's slice of a full copy, and reads no more than it should."""
 
+import gc
 import itertools
 import os
 import pickle
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 import ckptfs
 from ckptfs import checkpoint, dtypes, loadplan, read, shards
 from ckptfs.box import Box
-from ckptfs.errors import CorruptError, MismatchError, NotFoundError, StaleError
+from ckptfs.errors import CorruptError, MismatchError, NotFoundError, StaleError, StorageError
 from ckptfs.grid import Layout
 from ckptfs.ranks import Group
 from ckptfs.read import contiguous
@@ -684,6 +685,67 @@ def test_a_file_that_is_closed_between_look_and_copy_is_read_again(tmp_path):
         job.do()
         assert job.nbytes == out.nbytes and job.held
         assert np.array_equal(out, data[5:10])
+
+
+def test_a_file_that_is_closed_while_it_is_read_is_read_to_the_end(tmp_path):
+    """Its descriptor's number would mean another file by then."""
+    data = np.arange(1000, dtype="f4")
+    ckptfs.Run(tmp_path / "run").save(1, {"w": data})
+    ck = ckptfs.Run(tmp_path / "run")[1]
+    files, out = ck._reader._opened(), bytearray(data.nbytes)
+    file = files.take("w/c.0")
+    ck.close()
+    file.reader.read_into(0, memoryview(out))
+    assert bytes(out) == data.tobytes()
+    fd = file.fd
+    files.give(file)
+    del file
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_reading_in_one_thread_while_another_closes(tmp_path):
+    data = np.arange(1 << 20, dtype="f4").reshape(1024, 1024)
+    ckptfs.Run(tmp_path / "run").save(1, {"w": data})
+    ck = ckptfs.Run(tmp_path / "run")[1]
+    over, wrong = threading.Event(), []
+
+    def read(seed):
+        for low in np.random.default_rng(seed).integers(0, 500, 300):
+            index = slice(low, low + 500), slice(low, low + 3 + 500 * (low % 2))
+            out = np.empty_like(data[index])
+            try:
+                ck.read([("w", index, out)])
+                if not np.array_equal(out, data[index]):
+                    wrong.append(index)
+            except StorageError:  # its buffers are gone
+                pass
+            except BaseException as error:
+                wrong.append(error)
+
+    def close():
+        while not over.is_set():
+            ck.close()
+            with (tmp_path / "other").open("w"):  # descriptors' numbers are used again
+                pass
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(read, range(3)))
+    over.set()
+    closing.join()
+    assert not wrong
+
+
+def test_a_checkpoint_that_nobody_closes_leaves_no_descriptor(tmp_path):
+    ckptfs.Run(tmp_path / "run").save(1, {"w": np.arange(1000, dtype="f4")})
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert ckptfs.open(tmp_path / "run@1")["w"].numpy(7) == 7
+        gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # --- checksums -------------------------------------------------------------------------------------------------------

@@ -134,6 +134,12 @@ class OpenFile:
         self._bytes = None  # unmapped when nobody copies out of it any more
         self.reader.close()
 
+    def __del__(self) -> None:
+        try:
+            self.close()  # of a checkpoint that nobody closed, or that was closed while this file was read
+        except Exception:  # nobody is there to hear of it
+            pass
+
 
 class Window:
     """All of an array, as long as its file is in the page cache: ask `file.whole()` before every look."""
@@ -192,9 +198,11 @@ class OpenFiles:
                 return
 
     def close(self) -> None:
+        """Close what nobody reads, and forget the rest: that is closed when its last reader lets go of it."""
         with self._lock:
             for file in self._open.values():
-                file.close()
+                if not file.users:
+                    file.close()
             self._open.clear()
 
 

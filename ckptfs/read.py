@@ -286,7 +286,9 @@ class Reader:
                 left -= 1
                 buffer = pool.acquire()
                 view = buffer.at(one.offset, one.length)
-                self._begun[key] = self._help(self._opened().read_into, *key[:2], view), buffer
+                mine = self._help(self._opened().read_into, *key[:2], view), buffer
+                if self._begun.setdefault(key, mine) is not mine:  # another thread's load was quicker
+                    self._let_go(*mine)
 
     def _cached(self, param: Param, request: Request) -> bool:
         file = self._take(param, request.file)
@@ -300,10 +302,12 @@ class Reader:
         for key in list(self._begun):
             begun = self._begun.pop(key, None)
             if begun is not None:
-                reading, buffer = begun
-                reading.cancel()
-                wait_for([reading])
-                self._scratch().release(buffer)
+                self._let_go(*begun)
+
+    def _let_go(self, reading: Future[None], buffer: Buffer) -> None:
+        reading.cancel()
+        wait_for([reading])
+        self._scratch().release(buffer)
 
     def run(
         self,

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptfs import Checkpoint, LocalShard, Run, Settings
+from ckptfs.box import Box
 from ckptfs.errors import CkptError, CorruptError, MismatchError
 from ckptfs.read import Reader
 from ckptfs.storage import LocalStore, MemoryStore
@@ -318,6 +319,24 @@ def test_a_load_begins_with_the_largest_while_it_is_planned_and_reads_nothing_tw
         assert sorted(served) == ["b", *"cccc"]
         assert ck.bytes_read == sum(array.nbytes for array in value.values())
         assert not ck._reader._begun
+        assert ck._reader._scratch().in_use == 0
+
+
+def test_two_loads_that_begin_with_the_same_keep_no_buffer(tmp_path, monkeypatch):
+    _two_large(tmp_path)
+    cached = Reader._cached
+    with Checkpoint(tmp_path / "step-00000001") as ck:
+        wanted = [(ck.param("c"), [Box.whole(ck["c"].shape)])]
+
+        def meanwhile(self, *how):
+            monkeypatch.undo()
+            self.begin(wanted)  # as another thread's load may do between two lines of this one
+            return cached(self, *how)
+
+        monkeypatch.setattr(Reader, "_cached", meanwhile)
+        ck._reader.begin(wanted)
+        assert ck._reader._begun
+        ck._reader.end()
         assert ck._reader._scratch().in_use == 0
 
 

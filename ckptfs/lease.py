@@ -121,6 +121,7 @@ class FileLease:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._folder_fd = -1
+        self._process = os.getpid()
 
     def hold(self, folder: str) -> str:
         """A path of the step's folder that means this step until `release`; StaleError if `folder` is another now."""
@@ -140,8 +141,10 @@ class FileLease:
         if folder_fd >= 0:
             os.close(folder_fd)
         fd, self._fd = self._fd, -1
-        if fd >= 0:
+        if fd >= 0 and self._process == os.getpid():
             _unlock(fd)
+        elif fd >= 0:
+            os.close(fd)  # a forked child's copy: unlocking it would unlock the parent's
 
     def __enter__(self) -> Self:
         return self
@@ -263,7 +266,8 @@ class ObjectLease:
 
     def __init__(self, store: Store, entry: dict[str, Any], ttl_s: float) -> None:
         self._store, self._ttl_s = store, ttl_s
-        self._entry = entry | {"who": f"{socket.gethostname()}:{os.getpid()}"}
+        self._process = os.getpid()
+        self._entry = entry | {"who": f"{socket.gethostname()}:{self._process}"}
         self._path = f"{FOLDER}/{uuid.uuid4().hex}.json"
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -278,7 +282,7 @@ class ObjectLease:
         self._write()
 
     def release(self) -> None:
-        if self._stop.is_set():
+        if self._stop.is_set() or self._process != os.getpid():  # a forked child has nothing of its own here
             return
         self._stop.set()
         self._thread.join()  # a renewal under way would bring the object back

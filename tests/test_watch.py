@@ -206,6 +206,22 @@ def test_a_forgotten_lease_is_given_back(tmp_path):
     assert not lease.held(run.store, "step-00000001")
 
 
+@pytest.mark.parametrize("kind", [lease.FileLease, lease.ObjectLease])
+def test_a_forked_child_lets_go_of_nothing(tmp_path, kind):
+    run = ckptfs.Run(tmp_path / "run")
+    save(run, 1)
+    name = "step-00000001"
+    with lease.take(run.store, name) if kind is lease.FileLease else lease.follow(run.store, 0) as held:
+        assert isinstance(held, kind)
+        child = os.fork()
+        if not child:
+            held.release()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert lease.held(run.store, name)
+    assert not lease.held(run.store, name)
+
+
 def test_where_flock_does_not_work_objects_do(tmp_path, monkeypatch):
     def refuse(fd, how):
         raise OSError(38, "Function not implemented")

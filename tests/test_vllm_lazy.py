@@ -117,6 +117,7 @@ def test_loader_patterns(ck, full, kind, rank):
         lambda t: t.unsqueeze(0).expand(3, -1, -1), lambda t: t[:, None, 5], lambda t: t.view(64, 6, 8).permute(1, 0, 2)[2:4],
         lambda t: t.split([16, 48])[1], lambda t: t.unbind(1)[7], lambda t: torch.chunk(t, 3, -1)[2], lambda t: t.diagonal(),
         lambda t: t[5], lambda t: t[5, 6], lambda t: t.flatten()[7::48], lambda t: t.detach(), lambda t: t.data, lambda t: t[3:3],
+        lambda t: t.view(torch.int32), lambda t: t[3:9].view(torch.bfloat16)[:, 1::2], lambda t: t.view(torch.uint8),
         lambda t: t.view(2, 2, 16, 48).transpose(0, 1).reshape(64, 48)[4:8], lambda t: t.contiguous(), lambda t: t.movedim(0, 1),
     ],
 )  # fmt: skip

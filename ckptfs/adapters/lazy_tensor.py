@@ -149,7 +149,8 @@ class LazyTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, cls) and func.overloadpacket in _VIEWS:
+        # view(dtype) is a view too, but its elements are not the array's.
+        if isinstance(first, cls) and func.overloadpacket in _VIEWS and func is not _ATEN.view.dtype:
             made = func(first.view_of_base, *args[1:], **kwargs)
             return pytree.tree_map_only(torch.Tensor, lambda meta: cls(first.source, meta), made)
         if func is _ATEN.copy_.default and not isinstance(first, cls) and isinstance(args[1], cls):

@@ -230,6 +230,13 @@ def test_the_model_folder_is_flat_and_holds_the_model_only(viewed):
         assert content == bits(array), name
 
 
+def test_digits_that_are_no_number_are_names(tmp_path):
+    with ckptfs.Run(tmp_path / "run") as run:
+        run.save(1, {"model": {"x.²": np.zeros(3), "x.10": np.zeros(2), "x.9": np.zeros(1)}})
+    hf = open_root(f"{tmp_path}/run@1").lookup("hf")
+    assert list(parse(hf.lookup("model.safetensors").read_bytes())) == ["x.9", "x.10", "x.²"]
+
+
 def test_weights_are_cut_between_layers(tmp_path):
     found = view_runs.save(tmp_path / "run")
     hf = open_root({"url": f"{tmp_path}/run@1", "shard_bytes": 200_000}).lookup("hf")

@@ -99,7 +99,7 @@ def tensors(source: Source) -> list[Tensor]:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
 
 def _mapped(source: Source) -> Mapping[str, Expr] | None:

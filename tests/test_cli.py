@@ -328,6 +328,31 @@ def test_what_is_not_an_index(words):
         show.parse_index(words)
 
 
+def test_a_step_that_is_deleted_while_steps_are_listed_is_no_damage(cli, monkeypatch):
+    monkeypatch.setattr(ckptfs.Run, "steps", lambda _: [1, 2, 3])
+    assert [row["step"] for row in call_json(cli, "ls", "run7")["steps"]] == [1, 2]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_terminals_that_are_not_utf_8(place, monkeypatch, encoding):
+    value = {"w→ö": np.arange(6.0).reshape(2, 3), "told": "é…"}
+    with ckptfs.Run("odd") as run:
+        run.save(1, value)
+        run.save(2, value | {"w→ö": np.ones((2, 3)), "told": "…"})
+
+    def said(*words):
+        with io.TextIOWrapper(io.BytesIO(), encoding) as stdout:
+            monkeypatch.setattr(sys, "stdout", stdout)
+            assert main(words) == 0
+            return stdout.buffer.getvalue().decode(encoding)
+
+    assert "2x3" in said("ls", "odd@1").replace("×", "x")
+    assert "[[0. 1. 2.]" in said("show", "odd@1", "w→ö")
+    assert "0 removed, 1 changed" in said("diff", "odd@1", "odd@2")
+    assert "told" in said("show", "odd@1")
+    assert json.loads(said("ls", "odd@1", "--json"))["arrays"][0]["name"] == "w→ö"
+
+
 # --- verify, diff ----------------------------------------------------------------------------------------
 
 

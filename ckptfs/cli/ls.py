@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ckptfs.cli import text
-from ckptfs.errors import CkptError, MismatchError
+from ckptfs.errors import CkptError, MismatchError, NotFoundError
 
 if TYPE_CHECKING:
     from ckptfs.checkpoint import Checkpoint
@@ -46,6 +46,8 @@ def _list_run(found: Run, args: argparse.Namespace) -> int:
         try:
             with found[step] as checkpoint:
                 rows.append(_step_row(step, checkpoint))
+        except NotFoundError:  # deleted since the steps were listed
+            continue
         except CkptError as error:  # one bad step does not hide the others
             rows.append({"step": step, "damaged": str(error)})
             damaged += 1

@@ -146,11 +146,23 @@ def require_run(store: Store) -> None:
 
 
 def say(text: str = "") -> None:
-    sys.stdout.write(text + "\n")
+    line = text + "\n"
+    try:
+        sys.stdout.write(line)
+    except UnicodeEncodeError:  # a terminal that is not UTF-8, or a path that is none
+        encoding = sys.stdout.encoding
+        sys.stdout.write(line.translate(_PLAIN).encode(encoding, "backslashreplace").decode(encoding))
+
+
+_PLAIN = str.maketrans({"×": "x", "…": "...", "→": "->"})
 
 
 def say_json(value: Any) -> None:
-    say(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    try:
+        sys.stdout.write(text + "\n")
+    except UnicodeEncodeError:
+        sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def table(rows: Iterable[Sequence[str]], heads: Sequence[str], *, right: Iterable[int] = ()) -> None:

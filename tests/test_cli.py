@@ -145,6 +145,14 @@ def test_version_and_usage(capsys):
     assert main(["ls"]) == 2
 
 
+def test_what_follows_two_dashes_is_not_lost(cli):
+    with ckptfs.Run("odd") as run:
+        run.save(1, {"-w": np.arange(3)})
+    assert "[0 1 2]" in cli("show", "odd", "--", "-w")
+    assert "neither a run nor a step" in cli("ls", "--", "nowhere", status=3)
+    assert main(["ls", "odd", "--", "a", "b"]) == 2
+
+
 def test_statuses(cli, place):
     assert "neither a run nor a step" in cli("ls", "nowhere", status=3)
     assert "has no step 9; it has 1, 2" in cli("ls", "run7@9", status=3)

@@ -85,8 +85,8 @@ def status_of(error: CkptError) -> int:
 
 
 def _split_command(words: list[str]) -> tuple[list[str], list[str] | None]:
-    """What follows a bare `--` belongs to somebody else's command."""
-    if "--" not in words:
+    """What follows a bare `--` of `watch` belongs to somebody else's command."""
+    if words[:1] != ["watch"] or "--" not in words:
         return words, None
     at = words.index("--")
     return words[:at], words[at + 1 :]

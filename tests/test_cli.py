@@ -200,6 +200,15 @@ def test_a_reader_that_goes_away(place):
         assert listing.wait(30) == 141
 
 
+def test_a_full_disk_for_the_output(place):
+    with (
+        open("/dev/full", "w") as full,
+        process("ls", "run7", stdout=full, stderr=subprocess.PIPE, text=True) as listing,
+    ):
+        assert listing.stderr.read() == "ckptfs: [Errno 28] No space left on device\n"
+        assert listing.wait(30) == 5
+
+
 def test_interrupted(place):
     with process(
         "watch", "run7", "--after", "1", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -71,12 +71,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        return _reader_went_away()
+        _let_go_of_stdout()
+        return 128 + signal.SIGPIPE
     except CkptError as error:
         if os.environ.get("CKPTFS_DEBUG"):
             raise
         print(f"ckptfs: {error}", file=sys.stderr)
         return status_of(error)
+    except OSError as error:  # of stdout: those of a store are errors of ckptfs
+        if os.environ.get("CKPTFS_DEBUG"):
+            raise
+        _let_go_of_stdout()
+        print(f"ckptfs: {error}", file=sys.stderr)
+        return STORAGE
     return status
 
 
@@ -92,10 +99,9 @@ def _split_command(words: list[str]) -> tuple[list[str], list[str] | None]:
     return words[:at], words[at + 1 :]
 
 
-def _reader_went_away() -> int:
+def _let_go_of_stdout() -> None:
     # Python flushes stdout once more at exit, which would complain: let it flush into nothing.
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):
         pass
-    return 128 + signal.SIGPIPE

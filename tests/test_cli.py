@@ -412,6 +412,7 @@ def test_diff(cli):
     cli("diff", "run7@1", "run7@2", "--exit-code", status=1)
     cli("diff", "run7@1", "run7@1", "--exit-code")
     assert "1 more changed" in cli("diff", "run7@1", "run7@2", "--top", "1")
+    assert "--top -1" in cli("diff", "run7@1", "run7@2", "--top", "-1", status=2)
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
@@ -446,6 +447,12 @@ def test_watch(cli, place):
     assert "cannot be run" in cli(*common, "--", "no-such-program", status=2)
     assert "names a step" in cli("watch", "run7@1", status=2)
     assert "--after x" in cli("watch", "run7", "--after", "x", status=2)
+    assert "--count 0" in cli("watch", "run7", "--count", "0", status=2)
+    assert "--timeout nan" in cli("watch", "run7", "--timeout", "nan", status=2)
+    shutil.move("run7", "{step}")
+    assert cli("watch", "{step}", *common[2:], "--count", "1", "--", "echo", "{path}") == (
+        f"{place}/{{step}}/step-00000001\n"
+    )
 
 
 def test_the_step_is_pinned_while_its_command_runs(cli, place):

@@ -40,6 +40,8 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from ckptfs.diff import diff
 
+    if args.top < 0:
+        raise MismatchError(f"--top {args.top}: a number of arrays, or 0 for all")
     if args.plot:
         _matplotlib(args.plot)  # before the work, not after it
     with text.pinned(args.old, args) as old, text.pinned(args.new, args) as new:

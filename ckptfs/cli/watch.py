@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,10 @@ def run(args: argparse.Namespace) -> int:
             after = int(after)
         except ValueError:
             raise MismatchError(f"--after {args.after}: a step's number, 'latest' or 'none'") from None
+    if args.count is not None and args.count < 1:
+        raise MismatchError(f"--count {args.count}: at least 1")
+    if args.timeout is not None and not args.timeout >= 0:  # nor NaN
+        raise MismatchError(f"--timeout {args.timeout}: seconds, from 0 on")
     run_ = text.open_run(args.run_url, args)
     found = run_.watch(
         after,
@@ -90,6 +95,5 @@ def _handle(checkpoint: Leased, run_url: str, words: list[str] | None) -> int:
 
 
 def _filled(word: str, names: dict[str, str]) -> str:
-    for name, value in names.items():  # not str.format: other braces belong to the command
-        word = word.replace(f"{{{name}}}", value)
-    return word
+    # Not str.format: other braces belong to the command. All at once: a path may hold such words itself.
+    return re.sub(r"\{(path|step|run)\}", lambda found: names[found[1]], word)

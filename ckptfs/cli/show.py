@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
         "Without NAME: the step's facts and its plain values. NAME may end in an index by numpy's rules; without one,\n"
         "the statistics are of the whole array and its first elements are shown.",
         "  ckptfs show run7@latest\n  ckptfs show run7@1000 model/embed.weight\n"
-        "  ckptfs show run7@1000 'model/embed.weight[0:4,:8]'\n  ckptfs show run7 'optim/*' --json\n",
+        "  ckptfs show run7@1000 'model/embed.weight[0:4,:8]'\n  ckptfs show run7 optim/lr --json\n",
     )
     text.add_url(made)
     made.add_argument("name", metavar="NAME[INDEX]", nargs="?", help="an array, or a part of one")

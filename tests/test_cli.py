@@ -163,6 +163,7 @@ def test_statuses(cli, place):
     (place / "run7/step-00000002/manifest.json").write_text("{}")
     assert "does not end as a manifest" in cli("show", "run7", status=4)
     assert "KEY=VALUE" in cli("ls", "run7", "-o", "x", status=2)
+    assert "no option endpoint_url, x" in cli("ls", "run7", "-o", "x=1", "-o", "endpoint_url=y", status=2)
     assert "s3://" not in cli("ls", "bogus://x/y", status=5)
 
 

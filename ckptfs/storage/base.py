@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from ckptfs.errors import CkptError, CorruptError, ExistsError, NotFoundError, StorageError
+from ckptfs.errors import CkptError, CorruptError, ExistsError, MismatchError, NotFoundError, StorageError
 
 # What goes away by itself: worth another try. EIO is not in it: a disk that failed once is not to be trusted with more.
 _TRANSIENT = frozenset(
@@ -152,6 +152,9 @@ def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
     if not legal:
         raise StorageError(f"{text!r:.200} is no place: it holds characters that no file name can have")
     scheme, separator, rest = text.partition("://")
+    known = {"": {"ops"}, "file": {"ops"}, "memory": set[str]()}.get(scheme if separator else "")
+    if known is not None and (unknown := sorted(options.keys() - known)):
+        raise MismatchError(f"{text}: this store has no option {', '.join(unknown)}")
     if not separator:
         from ckptfs.storage.local import LocalStore
 

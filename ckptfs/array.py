@@ -234,7 +234,7 @@ class LazyArray(ABC):
         if getattr(out, "is_cuda", False):
             self._into_cuda(selection, out)
         else:
-            self._into(selection, as_numpy(out if isinstance(out, np.ndarray) else out.detach()))
+            self._into(selection, _memory_of(out))
         return out
 
     def parts(self, index: Any, out: Any) -> tuple[list[Part], Callable[[], None]]:
@@ -243,7 +243,7 @@ class LazyArray(ABC):
         self._check(selection, out)
         if getattr(out, "is_cuda", False):
             raise MismatchError(f"{self.name}: several slices at once are read into memory, not into a CUDA tensor")
-        return self._parts(selection, as_numpy(out if isinstance(out, np.ndarray) else out.detach()))
+        return self._parts(selection, _memory_of(out))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Data:
         if copy is False:
@@ -385,6 +385,11 @@ class LazyArray(ABC):
                 copied[turn] = torch.cuda.Event()
                 copied[turn].record()
             torch.cuda.current_stream().synchronize()  # the pinned memory goes back to torch's cache
+
+
+def _memory_of(out: Any) -> Data:
+    """A destination as an ordinary array: a matrix or a masked array is indexed by rules of its own."""
+    return as_numpy(np.asarray(out) if isinstance(out, np.ndarray) else out.detach())
 
 
 def _nothing() -> None:

@@ -232,6 +232,17 @@ def test_bad_indices(ck, index, says):
             way(index)
 
 
+@pytest.mark.parametrize("kind", [np.matrix, np.ma.masked_array, np.recarray])
+@pytest.mark.parametrize("verify", ["extents", "full"])
+def test_destinations_of_a_class_of_their_own(ck, kind, verify):
+    again = ckptfs.Checkpoint(ck.url, verify=verify)
+    out = np.zeros((4, 6), "f4").view(kind)
+    assert again["w"].read(out=out) is out
+    assert np.asarray(out).tolist() == np.arange(24.0).reshape(4, 6).tolist()
+    again.read([("w", slice(None, None, -1), out)])
+    assert np.asarray(out)[:, 1].tolist() == [19, 13, 7, 1]
+
+
 def test_a_name_that_is_no_text_is_not_there(ck):
     assert ck.get(0) is None
     with pytest.raises(NotFoundError, match="no array 0"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Mapping
@@ -78,7 +79,10 @@ class Run:
         return sorted(step for step, name in found if step is not None and commit.exists(self.store, name))
 
     def __getitem__(self, step: int) -> Checkpoint:
-        name = commit.step_name(step)
+        try:
+            name = commit.step_name(operator.index(step))
+        except TypeError:
+            raise MismatchError(f"{self.url}: a step is a number, not {step!r}; the newest is run.latest") from None
         if not commit.exists(self.store, name):
             steps = self.steps()
             have = f"it has {', '.join(map(str, steps[-8:]))}" if steps else "it has none"

@@ -123,6 +123,8 @@ def test_a_module_that_does_not_fit(tmp_path):
         run[1].load(torch.nn.Bilinear(1, 1, 1))
     with pytest.raises(NotFoundError):
         run[2]
+    with pytest.raises(MismatchError, match=r"not 'latest'; the newest is run\.latest"):
+        run["latest"]
 
 
 def test_an_ambiguous_prefix_is_asked_for(tmp_path):

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ckptfs.box import Box, run_shape, strides_of
-from ckptfs.errors import CorruptError, MismatchError, NotFoundError
+from ckptfs.errors import CkptError, CorruptError, MismatchError, NotFoundError, StaleError
 from ckptfs.loadplan import PAGE_BYTES, Comb, Request, comb, requests, starts_of
-from ckptfs.manifest import HASH_BYTES, digest
+from ckptfs.manifest import HASH_BYTES, NAME, digest
 from ckptfs.ranges import cut
 from ckptfs.storage.directio import DIRECT_MIN_BYTES, Buffer, BufferPool, Checks, copy_checked, is_cached
 from ckptfs.storage.fileops import REAL_OPS
@@ -656,7 +656,7 @@ class Reader:
         try:
             return self._opened().take(path)
         except NotFoundError as error:
-            raise _missing(param, path, self.store.url) from error
+            raise _missing(param, path, self.store) from error
 
     # --- requests --------------------------------------------------------------------------------------
 
@@ -739,7 +739,7 @@ class Reader:
         try:
             self._opened().read_into(path, offset, view, checks)
         except NotFoundError as error:
-            raise _missing(param, path, self.store.url) from error
+            raise _missing(param, path, self.store) from error
         except CorruptError as error:
             raise CorruptError(
                 f"array {param.name!r}: {error}; restore the step from a copy, or load an older one"
@@ -900,9 +900,12 @@ def check_verify(verify: str) -> str:
     return verify
 
 
-def _missing(param: Param, path: str, where: str) -> CorruptError:
+def _missing(param: Param, path: str, store: Store) -> CkptError:
+    if not store.exists(NAME):
+        return StaleError(f"{store.url} was deleted since it was opened: open a newer step")
     return CorruptError(
-        f"array {param.name!r}: file {path} is missing from {where}: restore the step from a copy, or load an older one"
+        f"array {param.name!r}: file {path} is missing from {store.url}: "
+        "restore the step from a copy, or load an older one"
     )
 
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptfs
-from ckptfs import checkpoint, dtypes, loadplan, read, shards
+from ckptfs import checkpoint, commit, dtypes, loadplan, read, shards
 from ckptfs.box import Box
 from ckptfs.errors import CorruptError, MismatchError, NotFoundError, StaleError, StorageError
 from ckptfs.grid import Layout
@@ -230,6 +230,17 @@ def test_bad_indices(ck, index, says):
     for way in (ck["w"].numpy, ck["w"].torch):
         with pytest.raises(IndexError, match=says):
             way(index)
+
+
+@pytest.mark.parametrize("store", ["local", "memory"])
+def test_a_step_that_was_deleted_meanwhile_is_not_called_damaged(tmp_path, store):
+    run = ckptfs.Run(tmp_path / "run" if store == "local" else "memory://slices-deleted")
+    run.save(1, {"a": np.ones(3), "b": np.ones((2, 3))})
+    ck = run[1]
+    commit.discard(run.store, "step-00000001")
+    for way in (lambda: ck["b"][0], ck["a"].numpy, ck.tree, lambda: ck.read([("a", ..., np.empty(3))])):
+        with pytest.raises(StaleError, match="step-00000001 was deleted since it was opened: open a newer step"):
+            way()
 
 
 @pytest.mark.parametrize("kind", [np.matrix, np.ma.masked_array, np.recarray])

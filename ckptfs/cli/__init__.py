@@ -14,12 +14,13 @@ import sys
 from collections.abc import Sequence
 
 from ckptfs.cli import diff, ls, mount, prune, show, transfer, verify, watch
-from ckptfs.errors import CkptError, CorruptError, ExistsError, FormatError, MismatchError, NotFoundError
+from ckptfs.errors import CkptError, CorruptError, ExistsError, FormatError, MismatchError, NotFoundError, StaleError
 from ckptfs.version import __version__
 
 OK, PROBLEM, USAGE, NOT_FOUND, CORRUPT, STORAGE, EXISTS = range(7)
 _STATUS = (
     (NotFoundError, NOT_FOUND),
+    (StaleError, NOT_FOUND),
     (ExistsError, EXISTS),
     (MismatchError, USAGE),
     (FormatError, CORRUPT),

@@ -18,7 +18,7 @@ import numpy as np
 from ckptfs import dtypes, tree
 from ckptfs.array import Data, LazyArray, Part, select
 from ckptfs.box import Box, strides_of
-from ckptfs.errors import CkptError, FormatError, MismatchError, NotFoundError, StaleError
+from ckptfs.errors import FormatError, MismatchError, NotFoundError, StaleError
 from ckptfs.loadplan import GAP_BYTES
 from ckptfs.manifest import NAME, Manifest, Param
 from ckptfs.read import Job, Piece, Reader, Run, Target, check_verify, run_of
@@ -469,10 +469,9 @@ class Checkpoint(Mapping[str, Array]):
                 self.read_boxes(filler.work.values(), verify="full", progress=progress)
         except Exception as error:
             if peers is not None:
-                from ckptfs.shared_reads import fail_together
+                from ckptfs.shared_reads import fail_together, known
 
-                known = error if isinstance(error, CkptError) else CkptError(f"{type(error).__name__}: {error}")
-                fail_together(peers, known)
+                fail_together(peers, known(error))
             raise
         finally:
             self._reader.end()

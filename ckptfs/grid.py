@@ -120,7 +120,9 @@ class Layout:
 
         The halves of the rows, their quarters, eighths and so on, if they are alike and larger than an extent, begin at
         such multiples: who loads part of what another number of ranks saved reads no extent for a few rows of it.
+        No extent ends inside an element.
         """
+        most_bytes = max(self.itemsize, most_bytes - most_bytes % self.itemsize)
         if self.nbytes == 0 or not self.shape or self.logical_bytes <= most_bytes:
             return most_bytes
         rows, even = min(self.shape[0], self.block[0]), self.block_bytes // self.block[0]

@@ -139,6 +139,11 @@ class Peers:
         return self._dist.irecv(tensor, group=self.group, group_src=origin), tensor
 
 
+def known(error: Exception) -> CkptError:
+    """As an error that can be told to the other ranks."""
+    return error if isinstance(error, CkptError) else CkptError(f"{type(error).__name__}: {error}")
+
+
 def fail_together(peers: Peers, error: CkptError | None) -> None:
     """One rank's error becomes everybody's."""
     answers = peers.gather({"error": error.to_dict() if error else None})
@@ -191,8 +196,8 @@ class _Exchange:
         data = np.empty(piece.request.length, np.uint8)
         try:
             self._reader.fetch(piece.param, piece.request, data.data)
-        except CkptError as error:
-            self.error = self.error or error
+        except Exception as error:  # the others wait for these bytes, good or bad
+            self.error = self.error or known(error)
         return data
 
     def finish(self, pieces: Sequence[Piece], reads: Sequence[Future[np.ndarray[Any, Any]]]) -> int:
@@ -218,6 +223,6 @@ class _Exchange:
         if self.error is None:
             try:
                 self._reader.deliver(piece.param, self._targets[piece.param.name], piece.request, data.data)
-            except CkptError as error:  # rubbish from a rank that failed to read it
-                self.error = error
+            except Exception as error:  # such as rubbish from a rank that failed to read it
+                self.error = known(error)
         return piece.request.length

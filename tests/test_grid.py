@@ -116,7 +116,9 @@ def used_mask(layout):
 @given(layouts, st.integers(1, 200))
 def test_extents_are_as_long_as_allowed_or_a_third_of_that(made, most):
     layout, _ = made
-    assert most / 3 < layout.extent_bytes(most) <= most
+    allowed = max(layout.itemsize, most // layout.itemsize * layout.itemsize)  # whole elements
+    assert allowed / 3 < layout.extent_bytes(most) <= allowed
+    assert layout.extent_bytes(most) % layout.itemsize == 0
 
 
 @given(

@@ -23,6 +23,7 @@ import torch, torch.distributed as dist, ckptfs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, zeros
 from ckptfs.errors import CkptError
+from ckptfs.read import Reader
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 url, compressed, damaged = sys.argv[1:]
@@ -77,6 +78,19 @@ for tree, where in ((wrong, url), (target(), damaged)):
         ckptfs.open(where).load(tree, rank=rank, shared_reads=True)
     except CkptError as error:
         counts["errors"].append(f"{type(error).__name__}: {error}"[:300])
+
+# What is no error of ckptfs, on one rank: the others wait for its bytes and hear of it.
+class Full(Reader):
+    def fetch(self, *wanted):
+        raise MemoryError("no room")
+
+ck = ckptfs.open(url)
+if rank == 1:
+    ck._reader.__class__ = Full
+try:
+    ck.load(target(), rank=rank, shared_reads=True)
+except CkptError as error:
+    counts["errors"].append(f"{type(error).__name__}: {error}"[:300])
 run = ckptfs.Run(url.rpartition("/")[0])
 tree = target()
 run.load(tree, shared_reads=True)
@@ -115,6 +129,7 @@ def test_every_byte_leaves_storage_once(tmp_path, torchrun):
         assert "shape of plain" in answer["errors"][0]
         assert "CorruptError" in answer["errors"][1]
         assert "l2" in answer["errors"][1]
+        assert "MemoryError: no room" in answer["errors"][2]
 
 
 def test_it_needs_a_process_group(tmp_path):

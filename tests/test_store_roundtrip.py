@@ -222,6 +222,16 @@ def test_shards_without_a_useful_common_boundary_are_handed_over_or_stored_raw_w
         assert same(checkpoint["w"].numpy(), data)
 
 
+@pytest.mark.parametrize("extent_bytes", [1, 1000])
+def test_extents_that_no_element_fits_evenly_are_read_as_others(tmp_path, extent_bytes):
+    """16 bytes an element: extents of 1,000 would end inside one, and a load of all refused to split it."""
+    value = np.arange(6513, dtype=np.complex128).reshape(501, 13)
+    run = Run(tmp_path, settings=Settings(extent_bytes=extent_bytes, io_bytes=8192, small_file_bytes=64))
+    run.save(1, {"w": value})
+    assert np.array_equal(run.load({"w": np.zeros((13, 501), value.dtype).T})["w"], value)
+    assert np.array_equal(run[1]["w"].numpy(slice(3, 7)), value[3:7])
+
+
 def test_arrays_alike_share_their_document_and_others_do_not(tmp_path):
     tree = {"a": np.zeros((2, 3), "f4"), "b": np.ones((2, 3), "f4"), "c": np.zeros((3, 2), "f4")}
     step = Run(tmp_path / "run").save(1, tree).path

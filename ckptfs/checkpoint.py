@@ -407,16 +407,13 @@ class Checkpoint(Mapping[str, Array]):
     def tree(self, *, rank: int | None = None, numpy: bool = False, allow_pickle: bool = False) -> Any:
         """The saved tree as a new one, all arrays read. With `numpy`, arrays are numpy's and torch is not needed."""
         work: dict[str, tuple[Param, list[Target]]] = {}
-        made: dict[str, Any] = {}
-
-        def array(name: str, tag: dict[str, Any]) -> Any:
-            if name not in made:
-                made[name] = self._new(name, tag, work, numpy=numpy)
-            return made[name]
-
-        value = tree.unflatten(self.manifest.tree, array, rank=rank, allow_pickle=allow_pickle)
-        self.read_boxes(work.values(), verify="full")
-        return value
+        return tree.unflatten(
+            self.manifest.tree,
+            lambda name, tag: self._new(name, tag, work, numpy=numpy),
+            rank=rank,
+            allow_pickle=allow_pickle,
+            read=lambda: self.read_boxes(work.values(), verify="full"),
+        )
 
     def _new(self, name: str, tag: dict[str, Any], work: dict[str, tuple[Param, list[Target]]], *, numpy: bool) -> Any:
         param = self.param(name)
@@ -461,10 +458,10 @@ class Checkpoint(Mapping[str, Array]):
         how: dict[str, Any] = {"strict": strict, "only": only, "cast": cast, "early": peers is None}
         try:
             if _is_module(value):
-                filler, fill = self._into_module(value, rank, prefix, **how)
+                filler, want, put = self._into_module(value, rank, prefix, **how)
             else:
-                filler, fill = self._into_tree(value, rank, allow_pickle=allow_pickle, **how)
-            result = fill()
+                filler, want, put = self._into_tree(value, rank, allow_pickle=allow_pickle, **how)
+            want()
             if peers is None:
                 self.read_boxes(filler.work.values(), verify="full", progress=progress)
         except Exception as error:
@@ -481,7 +478,7 @@ class Checkpoint(Mapping[str, Array]):
             fail_together(peers, None)
             read_shared(self._reader, self.manifest, filler.work.values(), peers, progress)
         filler.finish()
-        return result
+        return put()
 
     def _into_tree(
         self,
@@ -493,7 +490,7 @@ class Checkpoint(Mapping[str, Array]):
         cast: bool,
         allow_pickle: bool,
         early: bool,
-    ) -> tuple[_Filler, Callable[[], Any]]:
+    ) -> tuple[_Filler, Callable[[], None], Callable[[], Any]]:
         if self.manifest.tree is None:
             raise FormatError(f"{self.url} was saved without a tree")
         _, leaves = tree.flatten(value, rank=rank, allow_pickle=True)
@@ -519,15 +516,14 @@ class Checkpoint(Mapping[str, Array]):
         self._refuse(report)
         filler = _Filler(self, held, cast=cast)
 
-        def fill() -> Any:
-            if patterns is None:
-                return tree.put(value, self.manifest.tree, filler.array, rank=rank, allow_pickle=allow_pickle)
-            for name in held:
-                if name in self:
-                    filler.want(name)
-            return value
-
-        return filler, fill
+        how: dict[str, Any] = {"rank": rank, "allow_pickle": allow_pickle}
+        if patterns is None:
+            return (
+                filler,
+                lambda: tree.look(value, self.manifest.tree, filler.array, **how),
+                lambda: tree.put(value, self.manifest.tree, filler.array, **how),
+            )
+        return filler, filler.want_all, lambda: value
 
     def _into_module(
         self,
@@ -539,7 +535,7 @@ class Checkpoint(Mapping[str, Array]):
         only: str | Sequence[str] | None,
         cast: bool,
         early: bool,
-    ) -> tuple[_Filler, Callable[[], Any]]:
+    ) -> tuple[_Filler, Callable[[], None], Callable[[], Any]]:
         """A module's parameters and buffers, as its state_dict names them."""
         state = module.state_dict()
         other = [name for name, value in state.items() if not hasattr(value, "data_ptr")]
@@ -568,13 +564,7 @@ class Checkpoint(Mapping[str, Array]):
         self._refuse(report)
         filler = _Filler(self, held, cast=cast)
 
-        def fill() -> Any:
-            for name in held:
-                if name in self:
-                    filler.want(name)
-            return module
-
-        return filler, fill
+        return filler, filler.want_all, lambda: module
 
     def _hold(self, values: dict[str, Any], rank: int, *, early: bool) -> dict[str, Held]:
         """What this rank holds of each array. The disk begins with the largest before the others are looked at."""
@@ -636,16 +626,25 @@ class _Filler:
         self._after: list[Callable[[], None]] = []
         self._ids = {id(one.value): name for name, one in held.items()}
         self._wanted: set[str] = set()
+        self._made: dict[str, Any] = {}
 
     def array(self, name: str, tag: dict[str, Any], target: Any) -> Any:
+        """For `tree.look`, which has it read, and for `tree.put`, which gets what was read."""
         if target is None:
-            return self._checkpoint._new(name, tag, self.work, numpy=False)  # noqa: SLF001
+            if name not in self._made:
+                self._made[name] = self._checkpoint._new(name, tag, self.work, numpy=False)  # noqa: SLF001
+            return self._made[name]
         if id(target) not in self._ids and isinstance(target, np.ndarray):
             # Big-endian: what flatten described is a copy, but this is the memory to fill.
             one = self._held[name]
             self._held = {**self._held, name: Held(one.desc, [(Box.whole(target.shape), target)], target)}
         self.want(self._ids.get(id(target), name), name)
         return None
+
+    def want_all(self) -> None:
+        for name in self._held:
+            if name in self._checkpoint:
+                self.want(name)
 
     def want(self, held_name: str, stored_name: str | None = None) -> None:
         """Read into the leaf that the target tree has under `held_name`."""

@@ -695,17 +695,36 @@ def arrays(node: Node) -> Iterator[dict[str, Any]]:
 ArrayOf = Callable[[str, dict[str, Any]], object]
 
 
-def unflatten(node: Node, array: ArrayOf, *, rank: int | None = None, allow_pickle: bool = False) -> object:
-    """The tree of this node, with `array(name, tag)` for its arrays and this rank's share of every PerRank."""
+def unflatten(
+    node: Node,
+    array: ArrayOf,
+    *,
+    rank: int | None = None,
+    allow_pickle: bool = False,
+    read: Callable[[], None] | None = None,
+) -> object:
+    """The tree of this node, with `array(name, tag)` for its arrays and this rank's share of every PerRank.
+
+    `read` is called once all arrays were asked for, and before anything is made of what is in them.
+    """
     check(node)
-    return _Reader(array, rank, allow_pickle).value(node)
+    if read is None:
+        return _Reader(array, rank, allow_pickle).value(node)
+    made: dict[str, object] = {}
+
+    def note(name: str, tag: dict[str, Any]) -> None:
+        made[name] = array(name, tag)
+
+    _Reader(note, rank, allow_pickle, looking=True).value(node)
+    read()
+    return _Reader(lambda name, _: made[name], rank, allow_pickle).value(node)
 
 
 class _Reader:
-    """One walk over a checked node."""
+    """One walk over a checked node. `looking`: only to ask for its arrays, and to refuse what cannot be read."""
 
-    def __init__(self, array: ArrayOf, rank: int | None, allow_pickle: bool) -> None:
-        self.array, self.rank, self.allow_pickle = array, rank, allow_pickle
+    def __init__(self, array: ArrayOf, rank: int | None, allow_pickle: bool, *, looking: bool = False) -> None:
+        self.array, self.rank, self.allow_pickle, self.looking = array, rank, allow_pickle, looking
         self.path: list[object] = []
 
     def value(self, node: Node) -> Any:
@@ -793,6 +812,8 @@ class _Reader:
                 f"call ckptfs.register(cls, to_json, from_json, name={name!r}) before loading"
             )
         value = self.value(node["value"])
+        if self.looking:
+            return None
         try:
             return entry.from_json(value)
         except Exception as problem:
@@ -812,6 +833,8 @@ class _Reader:
                 f"{show_path(self.path)}: stored with pickle, which can run any code; "
                 "pass allow_pickle=True at load if you trust who wrote it"
             )
+        if self.looking:
+            return None
         import pickle  # only ever with the caller's explicit allow_pickle
 
         return pickle.loads(tags.from_b64(node["b64"]))
@@ -829,7 +852,7 @@ def _share(node: dict[str, Any], rank: int, path: list[object]) -> Node:
 
 
 def _with_byteorder(value: object, node: dict[str, Any]) -> object:
-    if "byteorder" in node and isinstance(value, np.ndarray):
+    if "byteorder" in node and isinstance(value, np.ndarray):  # nothing while only looked at
         return value.astype(value.dtype.newbyteorder(">"))
     return value
 
@@ -1015,6 +1038,11 @@ def put(target: object, node: Node, array: FillArray, *, rank: int | None = None
     return _Filler(array, rank, allow_pickle, dry=False).visit(target, node, [])
 
 
+def look(target: object, node: Node, array: FillArray, *, rank: int | None = None, allow_pickle: bool = False) -> None:
+    """Ask for the arrays that `put` will ask for, and touch nothing: what is made of arrays needs them read before."""
+    _Filler(array, rank, allow_pickle, dry=True, looking=True).visit(target, node, [])
+
+
 def is_array(value: object) -> bool:
     """Whether `flatten` would make this value a leaf (torch tensors of any kind, numpy arrays with a Zarr dtype)."""
     torch = tags.loaded_torch()
@@ -1026,10 +1054,13 @@ def is_array(value: object) -> bool:
 
 
 class _Filler:
-    """One walk over target and node together: dry to find out what does not fit, then for real."""
+    """One walk over target and node together: dry to find out what does not fit, or for which arrays, then for real."""
 
-    def __init__(self, array: FillArray, rank: int | None, allow_pickle: bool, *, dry: bool) -> None:
-        self.array, self.rank, self.allow_pickle, self.dry = array, rank, allow_pickle, dry
+    def __init__(
+        self, array: FillArray, rank: int | None, allow_pickle: bool, *, dry: bool, looking: bool = False
+    ) -> None:
+        self.array, self.rank, self.allow_pickle, self.dry, self.looking = array, rank, allow_pickle, dry, looking
+        self.asks = looking or not dry
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: list[str] = []
@@ -1052,9 +1083,11 @@ class _Filler:
         return not isinstance(target, collections.Counter)  # its keys are data, not structure
 
     def _replace(self, node: Node, path: list[object]) -> object:
-        if self.dry:
+        if not self.asks:
             return None
-        reader = _Reader(lambda name, tag: self.array(name, tag, None), self.rank, self.allow_pickle)
+        reader = _Reader(
+            lambda name, tag: self.array(name, tag, None), self.rank, self.allow_pickle, looking=self.looking
+        )
         reader.path = path
         return reader.value(node)
 
@@ -1071,7 +1104,7 @@ class _Filler:
     def _leaf(self, target: object, node: Node, path: list[object]) -> object:
         if _merge_kind(node) != "array":
             return self._mismatch(target, node, path, "an array")
-        value = None if self.dry else self.array(node["name"], node, target)
+        value = self.array(node["name"], node, target) if self.asks else None
         return target if value is None else value
 
     def _mapping(self, target: Any, node: Node, path: list[object]) -> object:
@@ -1099,7 +1132,7 @@ class _Filler:
         if len(nodes) != len(target) and _held(target):
             return self._mismatch(target, node, path, f"{len(target)} items, {len(nodes)} stored")
         if len(nodes) != len(target):
-            filled = [] if self.dry else [self._replace(new, [*path, index]) for index, new in enumerate(nodes)]
+            filled = [self._replace(new, [*path, index]) for index, new in enumerate(nodes)] if self.asks else []
         else:
             filled = [
                 self.visit(old, new, [*path, index]) for index, (old, new) in enumerate(zip(target, nodes, strict=True))

@@ -172,6 +172,42 @@ def test_loading_fills_numpy_arrays_of_either_byte_order_and_any_strides(tmp_pat
             assert np.array_equal(same[name], want), f"{name} was not filled in place"
 
 
+class Total:
+    """Made of an array's values, not of the array."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def test_what_is_made_of_arrays_is_made_of_what_was_read(tmp_path):
+    """Objects of registered classes, and big-endian arrays, which are stored in the other order."""
+    ckptfs.register(
+        Total,
+        lambda total: {"parts": np.full(30_000, total.value / 30_000)},
+        lambda tree: Total(tree["parts"].sum()),
+        name="test_shards.Total",
+    )
+    big = np.arange(30_000, dtype=">f8")
+    with ckptfs.Run(tmp_path / "run") as run:
+        run.save(1, {"total": Total(60_000), "big": big, "one": np.array(7, ">i4"), "in": [big]})
+        empty = {"total": None, "big": None, "one": None, "in": []}
+        for back in (run[1].tree(), run[1].tree(numpy=True), run.load({}), run.load(empty)):
+            assert back["total"].value == 60_000
+            for found, want in ((back["big"], big), (back["in"][0], big), (back["one"], 7)):
+                assert found.dtype.byteorder == ">"
+                assert np.array_equal(found, want)
+
+
+def test_what_cannot_be_made_is_said_before_anything_is_filled(tmp_path):
+    with ckptfs.Run(tmp_path / "run") as run:
+        run.save(1, {"w": np.ones(3), "code": object}, allow_pickle=True)
+        into = {"w": np.zeros(3), "code": None}
+        with pytest.raises(MismatchError, match="allow_pickle"):
+            run.load(into)
+        assert not into["w"].any()
+        assert run.load(into, allow_pickle=True)["code"] is object
+
+
 def test_loading_into_conjugate_views(tmp_path):
     z = torch.tensor([1 + 2j, 3 - 4j])
     with ckptfs.Run(tmp_path / "run") as run:

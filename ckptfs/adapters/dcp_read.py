@@ -159,8 +159,13 @@ class StorageReader(TorchReader):
             work.append((param, [Target(Box.whole(param.shape), as_numpy(made))] if made.size else []))
             return made
 
-        value = tree.unflatten(self._nodes[fqn], array, rank=self._rank, allow_pickle=self.allow_pickle)
-        checkpoint.read_boxes(work, verify="full")
+        value = tree.unflatten(
+            self._nodes[fqn],
+            array,
+            rank=self._rank,
+            allow_pickle=self.allow_pickle,
+            read=lambda: checkpoint.read_boxes(work, verify="full"),
+        )
         buffer = io.BytesIO()
         torch.save(value, buffer)
         buffer.seek(0)

@@ -493,7 +493,7 @@ class Checkpoint(Mapping[str, Array]):
     ) -> tuple[_Filler, Callable[[], None], Callable[[], Any]]:
         if self.manifest.tree is None:
             raise FormatError(f"{self.url} was saved without a tree")
-        _, leaves = tree.flatten(value, rank=rank, allow_pickle=True)
+        _, leaves = tree.flatten(value, rank=rank, allow_pickle=True, to_fill=True)
         patterns = [only] if isinstance(only, str) else only
         held = self._hold(
             {
@@ -634,10 +634,6 @@ class _Filler:
             if name not in self._made:
                 self._made[name] = self._checkpoint._new(name, tag, self.work, numpy=False)  # noqa: SLF001
             return self._made[name]
-        if id(target) not in self._ids and isinstance(target, np.ndarray):
-            # Big-endian: what flatten described is a copy, but this is the memory to fill.
-            one = self._held[name]
-            self._held = {**self._held, name: Held(one.desc, [(Box.whole(target.shape), target)], target)}
         self.want(self._ids.get(id(target), name), name)
         return None
 

@@ -195,17 +195,22 @@ def show_path(path: tuple[object, ...] | list[object]) -> str:
 # ---- flatten --------------------------------------------------------------------------------------------------------
 
 
-def flatten(tree: object, *, rank: int = 0, allow_pickle: bool = False) -> tuple[Node, list[Leaf]]:
-    """The tree as JSON data, and its arrays; MismatchError names the path of anything that cannot be stored exactly."""
-    writer = _Writer(rank, allow_pickle)
+def flatten(
+    tree: object, *, rank: int = 0, allow_pickle: bool = False, to_fill: bool = False
+) -> tuple[Node, list[Leaf]]:
+    """The tree as JSON data, and its arrays; MismatchError names the path of anything that cannot be stored exactly.
+
+    `to_fill`: the arrays are the tree's own, big-endian ones too, not native copies.
+    """
+    writer = _Writer(rank, allow_pickle, to_fill=to_fill)
     return writer.node(tree), writer.leaves
 
 
 class _Writer:
     """One walk over a tree. `path` is what messages show, `parts` what names are made of."""
 
-    def __init__(self, rank: int, allow_pickle: bool) -> None:
-        self.rank, self.allow_pickle = rank, allow_pickle
+    def __init__(self, rank: int, allow_pickle: bool, *, to_fill: bool = False) -> None:
+        self.rank, self.allow_pickle, self.to_fill = rank, allow_pickle, to_fill
         self.leaves: list[Leaf] = []
         self.path: list[object] = []
         self.parts: list[str] = []
@@ -389,7 +394,8 @@ class _Writer:
             return tags.encode_inline_array(value)
         if dtype.isnative:
             return self._leaf(value, "numpy")
-        return self._leaf(value.astype(dtype.newbyteorder("=")), "numpy", {"byteorder": "big"})
+        native = value if self.to_fill else value.astype(dtype.newbyteorder("="))
+        return self._leaf(native, "numpy", {"byteorder": "big"})
 
     def _leaf(self, value: object, kind: str, extra: Mapping[str, str] = types.MappingProxyType({})) -> Node:
         if self.in_key:

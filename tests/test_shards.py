@@ -208,6 +208,15 @@ def test_what_cannot_be_made_is_said_before_anything_is_filled(tmp_path):
         assert run.load(into, allow_pickle=True)["code"] is object
 
 
+def test_loading_a_part_fills_big_endian_arrays_too(tmp_path):
+    with ckptfs.Run(tmp_path / "run") as run:
+        run.save(1, {"w": np.arange(3.0), "b": np.ones(2)})
+        into = {"w": np.zeros(3, ">f8"), "b": np.zeros(2)}
+        run.load(into, only="w")
+        assert into["w"].tolist() == [0, 1, 2]
+        assert into["b"].tolist() == [0, 0]
+
+
 def test_loading_into_conjugate_views(tmp_path):
     z = torch.tensor([1 + 2j, 3 - 4j])
     with ckptfs.Run(tmp_path / "run") as run:
@@ -251,6 +260,10 @@ def test_loading_into_what_cannot_be_written_is_an_error(tmp_path):
         fixed.flags.writeable = False
         with pytest.raises(MismatchError, match=r"w.*read-only"):
             run.load({"w": fixed})
+        swapped = np.zeros(3, ">i8")
+        swapped.flags.writeable = False
+        with pytest.raises(MismatchError, match=r"w.*read-only"):
+            run.load({"w": swapped})
 
 
 def test_loading_what_does_not_fit_touches_nothing(tmp_path):

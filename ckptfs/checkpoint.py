@@ -543,13 +543,14 @@ class Checkpoint(Mapping[str, Array]):
             raise MismatchError(
                 f"{other[0]!r} of the module is not a tensor: load a tree with its state_dict() instead"
             )
-        prefix = self._prefix(list(state)) if prefix is None else prefix
+        stored = {name: tree.encode_component(name) for name in state}  # a "/" in a name of a module is no separator
+        prefix = self._prefix(list(stored.values())) if prefix is None else prefix
         patterns = [only] if isinstance(only, str) else only
         held = self._hold(
             {
-                prefix + name: value
+                prefix + stored[name]: value
                 for name, value in state.items()
-                if patterns is None or any(matches(name, p) or matches(prefix + name, p) for p in patterns)
+                if patterns is None or any(matches(name, p) or matches(prefix + stored[name], p) for p in patterns)
             },
             rank,
             early=early,
@@ -558,7 +559,7 @@ class Checkpoint(Mapping[str, Array]):
         if strict:
             report = [f"missing in the checkpoint: {name}" for name in held if name not in self] + report
             if patterns is None:
-                known = {prefix + name for name in state}
+                known = {prefix + name for name in stored.values()}
                 more = [name for name in self if name.startswith(prefix) and name not in known]
                 report += [f"unexpected in the checkpoint: {name}" for name in more if prefix]
         self._refuse(report)

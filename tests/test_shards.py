@@ -217,6 +217,21 @@ def test_loading_a_part_fills_big_endian_arrays_too(tmp_path):
         assert into["b"].tolist() == [0, 0]
 
 
+def test_loading_a_module_whose_parts_have_slashes_in_their_names(tmp_path):
+    def model():
+        return torch.nn.ModuleDict({"en/de": torch.nn.Linear(2, 3), "100%": torch.nn.Linear(3, 1)})
+
+    saved, into, bare = model(), model(), model()
+    with ckptfs.Run(tmp_path / "run") as run:
+        run.save(1, {"model": saved.state_dict()})
+        run.load(into)
+        run.save(2, saved.state_dict())
+        run.load(bare, only="en/de.*")
+    for name, value in saved.state_dict().items():
+        assert torch.equal(into.state_dict()[name], value), name
+        assert torch.equal(bare.state_dict()[name], value) == name.startswith("en/de."), name
+
+
 def test_loading_into_conjugate_views(tmp_path):
     z = torch.tensor([1 + 2j, 3 - 4j])
     with ckptfs.Run(tmp_path / "run") as run:

@@ -113,6 +113,17 @@ def test_a_step_in_use_stays_until_it_is_free(tmp_path):
         assert run.steps() == [4]
 
 
+def test_of_a_step_behind_a_symbolic_link_only_the_link_is_deleted(tmp_path):
+    save_all(ckptfs.Run(tmp_path / "archive"), [1])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-00000001").symlink_to(tmp_path / "archive" / "step-00000001")
+    with ckptfs.Run(tmp_path / "run", keep_last=1) as run:
+        assert run.steps() == [1]
+        save_all(run, [2])
+        assert os.listdir(tmp_path / "run") == ["step-00000002"]
+    assert ckptfs.Run(tmp_path / "archive").verify(1) == []
+
+
 def test_a_policy_that_raises_is_logged_and_deletes_nothing(tmp_path, caplog):
     with ckptfs.Run(tmp_path, keep=lambda step: 1 / 0) as run:
         save_all(run, [1, 2])

@@ -265,7 +265,7 @@ class LazyArray(ABC):
         torch = sys.modules.get("torch")
         if not isinstance(out, np.ndarray) and not (torch and isinstance(out, torch.Tensor)):
             raise MismatchError(f"{self.name}: cannot read into a {type(out).__name__}: give a numpy array or a tensor")
-        same = self.element.native and out.dtype == self.element.carrier  # what is asked most, without a look-up
+        same = self.element.native and out.dtype == self.element.numpy  # what is asked most, without a look-up
         if not same and dtypes.of(out.dtype) is not self.element:
             raise MismatchError(
                 f"{self.name} holds {self.element.name}, the destination {out.dtype}: "

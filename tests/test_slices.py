@@ -266,6 +266,7 @@ def test_bad_destinations(ck):
     read_only.flags.writeable = False
     for out in (
         np.empty((4, 6), "f8"),
+        np.empty((4, 6), "u4"),  # as wide, but the bits would mean something else
         np.empty((4, 5), "f4"),
         torch.empty(6, 4),
         [0],
@@ -274,6 +275,8 @@ def test_bad_destinations(ck):
     ):
         with pytest.raises(MismatchError):
             w.read(out=out)
+        with pytest.raises(MismatchError):
+            ck.read([("w", ..., out)])
     with pytest.raises(NotFoundError, match="did you mean"):
         ck["ww"]
 

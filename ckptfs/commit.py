@@ -177,7 +177,16 @@ class Claim:
     def close(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
-            os.close(fd)
+            _unlock(fd)
+
+
+def _unlock(fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # not close alone: a forked child may have a copy of the descriptor
+    except OSError:
+        pass  # where a file system has no locks
+    finally:
+        os.close(fd)
 
 
 def _lock(fd: int) -> bool:
@@ -271,7 +280,7 @@ def _collect(run: LocalStore, name: str) -> bool:
     except CkptError:  # it is invisible anyway, and tried again by the next save
         return False
     finally:
-        os.close(fd)
+        _unlock(fd)
     return True
 
 
@@ -284,7 +293,7 @@ def _is_read(run: LocalStore, name: str) -> bool:
     try:
         return not _lock(fd)
     finally:
-        os.close(fd)
+        _unlock(fd)
 
 
 def check_free(run: Store, name: str, *, overwrite: bool) -> None:

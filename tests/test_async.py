@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ckptfs
-from ckptfs import asyncsave, pace, retention, write
+from ckptfs import asyncsave, commit, pace, retention, write
 from ckptfs import run as run_module
 from ckptfs.errors import CkptError, ExistsError, MismatchError, SaveError, StorageError
 from ckptfs.ranks import Group
@@ -726,10 +726,22 @@ def test_a_live_save_is_not_collected_and_a_dead_one_is(tmp_path):
     assert run.steps() == [1, 2]
 
 
+def test_a_child_of_this_process_does_not_keep_the_folder_of_a_save_that_has_ended(tmp_path):
+    """A forked data loader has a copy of every descriptor, and lives long."""
+    store, folder = LocalStore(tmp_path), ".step-00000001.id.saving"
+    store.make_dirs(folder)
+    claim = commit.Claim(store, folder)
+    childs = os.dup(claim._fd)  # the same open file, as after a fork
+    try:
+        assert commit.collect(store, "step-") == []
+        claim.close()
+        assert commit.collect(store, "step-") == [folder]
+    finally:
+        os.close(childs)
+
+
 def test_a_zombie_whose_folder_was_taken_away_commits_nothing(tmp_path):
     """Another machine took us for dead: it removed the folder, and a straggler made one of the same name."""
-    from ckptfs import commit
-
     store = LocalStore(tmp_path)
     store.make_dirs(".step-00000001.id.saving")
     claim = commit.Claim(store, ".step-00000001.id.saving")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ckptfs import commit, retention
 from ckptfs.asyncsave import Background, HookPoint, OnBusy, Save, hold_updates, hook_points, owned_by
 from ckptfs.checkpoint import Checkpoint
-from ckptfs.errors import MismatchError, NotFoundError
+from ckptfs.errors import FormatError, MismatchError, NotFoundError
 from ckptfs.manifest import NAME as MANIFEST
 from ckptfs.manifest import check_relative, without_collection
 from ckptfs.meet import PlanCache
@@ -316,7 +316,15 @@ def read_assets(assets: Any) -> dict[str, bytes]:
         root = Path(assets)
         if not root.is_dir():
             raise NotFoundError(f"assets: {root} is not a folder")
-        return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+        files = {str(p.relative_to(root)): p for p in sorted(root.rglob("*")) if p.is_file()}
+        for path in files:
+            try:
+                check_relative(path)
+            except FormatError as error:  # no reader would take the manifest that names it
+                raise MismatchError(
+                    f"assets: {path!r} cannot be stored, its name holds a backslash or a control character: rename it"
+                ) from error
+        return {path: file.read_bytes() for path, file in files.items()}
     out = {}
     for path, data in dict(assets).items():
         check_relative(path)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ckptfs
-from ckptfs.errors import CkptError, SaveError, StorageError
+from ckptfs.errors import CkptError, MismatchError, SaveError, StorageError
 from ckptfs.storage import FaultOps, FaultPlan, FaultStore, LocalStore, MemoryStore, SimulatedCrash
 from ckptfs.verify import verify
 from spreads import NoSync, on_ranks
@@ -315,6 +315,17 @@ def test_wrong_arguments_are_errors_on_every_rank_at_once(tmp_path, how, match):
     assert set(caught) == {0, 1}
     assert all(match in str(error) for error in caught.values())
     assert ckptfs.Run(tmp_path / "run").steps() == [2]
+
+
+@pytest.mark.parametrize("name", ["a\\b", "a\nb", "deep/a\x7f"])
+def test_assets_whose_names_no_manifest_holds_are_refused(tmp_path, name):
+    """Committed, such a step could never be read."""
+    file = tmp_path / "assets" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("x")
+    with pytest.raises(MismatchError, match="rename it"):
+        ckptfs.save(tmp_path / "step", tree(1), assets=tmp_path / "assets")
+    assert not (tmp_path / "step").exists()
 
 
 def test_a_folder_of_other_things_is_never_replaced(tmp_path):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Compression = "str | None | Mapping[str, str | None]"
 _AT = re.compile(r"(?s)(.*)@(latest|\d{1,19})\Z")
+_STEPS = range(1 << 62)  # what a manifest can say
 
 
 class Run:
@@ -183,8 +184,8 @@ class Run:
     def _request(
         self, step: int, assets: Any, compression: Any, overwrite: bool, maps: Any, allow_pickle: bool
     ) -> Request:
-        if type(step) is not int or step < 0:
-            raise MismatchError(f"a step is a whole number from 0 on, not {step!r}")
+        if type(step) is not int or step not in _STEPS:
+            raise MismatchError(f"a step is a whole number from 0 on, and below 2^62, not {step!r}")
         files = partial(read_assets, assets)
         return Request(
             commit.step_name(step),
@@ -365,6 +366,8 @@ def _parent(path: str | os.PathLike[str]) -> tuple[str, str]:
     scheme = text.partition("://")[0] if "://" in text else ""
     if scheme and head in (f"{scheme}:/", f"{scheme}:"):
         raise MismatchError(f"{text!r} names no folder inside the store")
+    if _AT.match(name):
+        raise MismatchError(f"{text!r} would be read as a step of a run: save with Run(...).save, or without the '@'")
     return head or ("/" if text.startswith("/") else "."), name
 
 

@@ -328,6 +328,20 @@ def test_assets_whose_names_no_manifest_holds_are_refused(tmp_path, name):
     assert not (tmp_path / "step").exists()
 
 
+def test_a_number_that_no_manifest_holds_is_no_step(tmp_path):
+    with ckptfs.Run(tmp_path / "run") as run:
+        with pytest.raises(MismatchError, match=r"below 2\^62"):
+            run.save(1 << 62, tree(1))
+        run.save((1 << 62) - 1, tree(1))
+        assert equal(run.latest.tree(numpy=True), tree(1))
+
+
+@pytest.mark.parametrize("name", ["run@5", "run@latest"])
+def test_a_name_that_is_read_as_a_step_of_a_run_is_refused(tmp_path, name):
+    with pytest.raises(MismatchError, match="step of a run"):
+        ckptfs.save(tmp_path / name, tree(1))
+
+
 def test_a_folder_of_other_things_is_never_replaced(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "precious").write_text("x")

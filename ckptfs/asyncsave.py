@@ -167,8 +167,14 @@ class Save:
                 ended(self)
 
         # Not a daemon: the interpreter waits for it before it ends.
-        self._thread = threading.Thread(target=work, name=f"ckptfs-save-{self.step}", daemon=False)
-        self._thread.start()
+        thread = threading.Thread(target=work, name=f"ckptfs-save-{self.step}", daemon=False)
+        thread.start()
+        self._thread = thread
+
+    def give_up(self, error: BaseException) -> None:
+        """It could not even be begun, and the caller is told: nobody is to wait for it."""
+        self.seen = True
+        self._fail(error)
 
     def note(self, text: str) -> None:
         """Something for the result to mention."""
@@ -283,7 +289,11 @@ class Background:
 
     def start(self, save: Save) -> None:
         previous, self._last = self.last, save
-        save.go_on(previous, self._ended)
+        try:
+            save.go_on(previous, self._ended)
+        except BaseException as error:  # no thread is to be had
+            save.give_up(error)
+            raise
 
     def _ended(self, save: Save) -> None:
         if save.error is not None:

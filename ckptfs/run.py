@@ -178,7 +178,11 @@ class Run:
         copied_bytes = save.describe(value, owned)
         if copied_bytes > affordable_bytes(self.settings.async_buffer_bytes) // 4:
             save.note(f"{copied_bytes} bytes that no given optimizer owns were copied before save_async returned")
-        hold_updates(points, save)
+        try:
+            hold_updates(points, save)
+        except BaseException as error:  # from a function of the caller: what it has hooked already must not wait
+            save.give_up(error)
+            raise
         self._background.start(save)
 
     def _request(

@@ -591,6 +591,40 @@ def test_a_failure_that_nobody_asked_for_is_told_at_the_next_save(tmp_path, capl
     assert run.steps() == [2]  # told once: close() is quiet
 
 
+@pytest.mark.parametrize("lazy", [False, True], ids=["snapshot", "lazy"])
+def test_a_save_that_gets_no_thread_has_failed(tmp_path, monkeypatch, lazy):
+    """So it is where the interpreter ends, or the machine has too many: nobody may wait for such a save."""
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.startswith("ckptfs-save-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    training = Training(0)
+    with ckptfs.Run(tmp_path) as run:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
+            patch.setattr(threading.Thread, "start", refuse)
+            run.save_async(1, training.state(), before_update=training.optimizer if lazy else None)
+        training.optimizer.step()
+        run.wait_idle()
+        assert os.listdir(tmp_path) == []
+        run.save_async(2, training.state()).wait()
+    assert run.steps() == [2]
+
+
+def test_updates_do_not_wait_for_a_save_whose_other_hook_failed(tmp_path):
+    def refuse(hold):
+        raise RuntimeError("no hooks here")
+
+    training = Training(0)
+    with ckptfs.Run(tmp_path) as run:
+        with pytest.raises(RuntimeError, match="no hooks"):
+            run.save_async(1, training.state(), before_update=[training.optimizer, refuse])
+        training.optimizer.step()
+    assert run.steps() == []
+
+
 def test_close_raises_a_failure_that_nobody_asked_for(tmp_path):
     training = Training(0)
     run = failing_run(tmp_path)

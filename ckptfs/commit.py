@@ -6,18 +6,21 @@ one rename to the final name, the parent folder durable. On an object store the 
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import fcntl
 import os
 import re
+import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ckptfs import manifest as mf
 from ckptfs import tree, zarr3
-from ckptfs.errors import CkptError, ExistsError, MismatchError, NotFoundError
+from ckptfs.errors import CkptError, ExistsError, MismatchError, NotFoundError, StorageError
 from ckptfs.manifest import Manifest, Param, digest, without_collection
 from ckptfs.report import params_of
+from ckptfs.storage.base import os_error
 from ckptfs.version import __version__
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from ckptfs.storage import LocalStore, Store
 
 SAVING, DELETING = ".saving", ".deleting"
+_CLAIM_TIMEOUT_S = 10.0
 _STEP = re.compile(r"step-(\d{8,})\Z")
 
 
@@ -164,8 +168,18 @@ class Claim:
     """
 
     def __init__(self, run: LocalStore, folder: str) -> None:
-        self._fd: int | None = os.open(run.full(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        _lock(self._fd)
+        """Make the folder and lock it. To be done before anybody writes there: without the lock it looks like a dead
+        save's, and another job may have cleared it away by then; it is made once more.
+        """
+        path, give_up = run.full(folder), time.monotonic() + _CLAIM_TIMEOUT_S
+        while True:
+            run.make_dirs(folder)
+            self._fd: int | None = _locked(path)
+            if self._fd is not None:
+                return
+            if time.monotonic() > give_up:
+                raise StorageError(f"{path} could not be locked within {_CLAIM_TIMEOUT_S:g} s: who removes it?")
+            time.sleep(0.001)
 
     def store(self, run: LocalStore, folder: str) -> LocalStore:
         """The folder itself, whatever its name is by now."""
@@ -178,6 +192,22 @@ class Claim:
         fd, self._fd = self._fd, None
         if fd is not None:
             _unlock(fd)
+
+
+def _locked(path: str) -> int | None:
+    """A descriptor of the folder that holds its lock; None if another has the lock, or the folder is gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise os_error("opening", path, error) from error
+    if _lock(fd):
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+    _unlock(fd)
+    return None
 
 
 def _unlock(fd: int) -> None:

@@ -97,6 +97,7 @@ class Saver:
         self.phases: dict[str, float] = {}
         self.notes: list[str] = []
         self._unfit: Exception | None = None
+        self._unclaimed: Exception | None = None  # why the leader has no folder to save to
         self._round: Round | None = None
         self._pipeline: Pipeline | None = None
         self._claim: commit.Claim | None = None
@@ -175,8 +176,9 @@ class Saver:
             UNFIT if self._unfit is not None else self._mine.hello(self.cache),
             step=request.step or 0,
             timeouts=_timeouts(self.settings),
+            prepare=self._claim_folder if self._unfit is leader_error is None else lambda save_id: None,
         )
-        failed = self._unfit or leader_error
+        failed = self._unfit or leader_error or self._unclaimed
         if isinstance(failed, ExistsError) and isinstance(round_, LeaderRound):
             round_.publish(failed)  # no rank has failed: every rank raises this very error
         if failed is not None:
@@ -204,6 +206,16 @@ class Saver:
         if isinstance(round_, LeaderRound):
             round_.bearable = lambda lost: self._can_do_without(round_, frozenset(lost))
 
+    def _claim_folder(self, save_id: str) -> None:
+        """The leader locks the folder of this save before another rank can write there: see commit.Claim."""
+        if not self.store.positional:
+            return
+        self._folder = commit.saving_name(self.request.name, save_id)
+        try:
+            self._claim = commit.Claim(self.store, self._folder)  # type: ignore[arg-type]
+        except CkptError as error:
+            self._unclaimed = error
+
     def _check_target(self) -> Exception | None:
         """The leader looks whether the step may be written, and clears away what dead saves left."""
         request, store = self.request, self.store
@@ -229,8 +241,6 @@ class Saver:
         target = self.store.sub(self._folder)
         if target.positional:
             target.make_dirs()  # type: ignore[attr-defined]
-            if self.group.rank == 0:
-                self._claim = commit.Claim(self.store, self._folder)  # type: ignore[arg-type]
         by_name = {held.desc.name: held.pieces for held in self._held}
         # A name tied here but not on every rank is an array of its own in the plan.
         by_name.update({alias: by_name[target] for alias, target in self._ties.items()})

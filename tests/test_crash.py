@@ -9,13 +9,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ckptfs
+from ckptfs import commit
 from ckptfs.errors import CkptError, MismatchError, SaveError, StorageError
+from ckptfs.save import Saver
 from ckptfs.storage import FaultOps, FaultPlan, FaultStore, LocalStore, MemoryStore, SimulatedCrash
 from ckptfs.verify import verify
 from spreads import NoSync, on_ranks
@@ -284,6 +287,53 @@ def test_a_process_that_is_killed(tmp_path, call, count, overwrite):
         sound(store, 2, 2)
     save(store, 3)
     assert set(os.listdir(store.root)) == {f"step-0000000{s}" for s in {*steps, 3}}
+
+
+# --- jobs that save to one run at the same time ------------------------------------------------------------------
+
+
+class SweptOps(NoSync):
+    """Another job takes the folder of a save for a dead one's, before it is locked, and removes it."""
+
+    def __init__(self):
+        self.swept = 0
+
+    def mkdir(self, path):
+        super().mkdir(path)
+        if path.endswith(".saving") and self.swept < 2:
+            self.swept += 1
+            os.rmdir(path)
+
+
+def test_a_folder_that_was_cleared_away_before_it_was_locked_is_made_again(tmp_path):
+    ops = SweptOps()
+    save(LocalStore(tmp_path, ops=ops), 1)
+    assert ops.swept == 2
+    sound(LocalStore(tmp_path), 1, 1)
+
+
+def test_the_folder_is_locked_before_any_rank_writes_there(tmp_path, monkeypatch):
+    """What a rank wrote before would be cleared away with the folder, and the step committed without it."""
+    looked, found = threading.Event(), []
+    reserve = Saver.reserve
+
+    def look_first(saver):
+        if saver.group.rank == 1:
+            found.append((os.path.isdir(saver.store.full(saver._folder)), commit.collect(saver.store, "step-")))
+            looked.set()
+        else:
+            assert looked.wait(30)
+        reserve(saver)
+
+    monkeypatch.setattr(Saver, "reserve", look_first)
+
+    def work(rank, group):
+        with ckptfs.Run(tmp_path, group=group, settings=SMALL) as run:
+            run.save(1, tree(1))
+
+    on_ranks(2, work)
+    assert found == [(True, [])]
+    sound(LocalStore(tmp_path), 1, 1)
 
 
 # --- mistakes of the caller --------------------------------------------------------------------------------------

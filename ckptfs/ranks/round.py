@@ -65,6 +65,7 @@ class Round:
         self._shared: list[str] = []
         self._verdict: tuple[CkptError | None, bytes] | None = None
         self._leaderless: SaveError | None = None  # the leader was found lost
+        self._prepare: Callable[[str], None] = lambda save_id: None
         self._act = ""  # "2" once this rank has heard the order to stand in for others
         self._beats = _Beats(self)
 
@@ -81,13 +82,16 @@ class Round:
         deadline_s: float | None = None,
         info: bytes = b"",
         timeouts: Timeouts | None = None,
+        prepare: Callable[[str], None] = lambda save_id: None,
     ) -> Round:
         """Begin or join the save of `step`; returns when every rank is there and its hello is known.
 
-        `deadline_s` bounds the whole round; without it only lack of progress ends it.
+        `deadline_s` bounds the whole round; without it only lack of progress ends it. `prepare` is called on the leader
+        when every rank is there, and before any of them goes on; it must not raise.
         """
         kind = SoloRound if group.size == 1 else LeaderRound if group.rank == 0 else cls
         self = kind(group, topic, step, timeouts or Timeouts(), deadline_s)
+        self._prepare = prepare
         with self._naming_the_store():
             try:
                 self._enter(hello, info)
@@ -483,6 +487,7 @@ class LeaderRound(Round):
             self.publish(error)
             self.close()
             raise
+        self._prepare(self.save_id)
         put_value(kv, self.key("all"), b"\0" + zlib.compress(_pack_hellos(self.hellos), 1))
         self._sweep()
 
@@ -722,6 +727,7 @@ class SoloRound(LeaderRound):
         self.save_id = secrets.token_hex(8)
         self.opening = info
         self.hellos = [hello]
+        self._prepare(self.save_id)
 
     def share(self, key: str, data: bytes) -> None:
         self._only("share", "entered")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import re
+import threading
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,7 @@ class Run:
         self._cache = PlanCache()
         self._pools = Pools(self.settings.io_bytes)
         self._background = Background()
+        self._turn = threading.RLock()  # threads save one after the other: the plan and the buffers are one save's
         self._policy = retention.Policy(keep_last, keep_every, keep)
         self._pruner = retention.Pruner(self.store, self._policy, self.steps)
 
@@ -160,7 +162,7 @@ class Run:
         points = None if before_update is None else hook_points(before_update)
         request = self._request(step, assets, compression, overwrite, maps, allow_pickle)
         save = self._begin(request)
-        with save.blocking():
+        with save.blocking(), self._turn:
             self._background.tell()
             limit_s = self.settings.enter_timeout_s
             if not self._background.may_start(on_busy, self.group, request.topic, step, limit_s):
@@ -203,11 +205,12 @@ class Run:
         )
 
     def _save(self, request: Request, value: object) -> Result:
-        self._background.tell()
-        self._background.wait_idle()
-        saver = Saver(self.store, request, self.group, self.settings, self._cache, self._pools)
-        with without_collection():
-            result = Save(saver).run(value)
+        with self._turn:
+            self._background.tell()
+            self._background.wait_idle()
+            saver = Saver(self.store, request, self.group, self.settings, self._cache, self._pools)
+            with without_collection():
+                result = Save(saver).run(value)
         self._committed()
         return result
 

@@ -551,6 +551,35 @@ def test_ranks_skip_together(tmp_path):
     assert ckptfs.Run(tmp_path).steps() == [1, 3]
 
 
+@pytest.mark.parametrize("background", [False, True], ids=["save", "save_async"])
+def test_threads_that_save_to_one_run_take_turns(tmp_path, background):
+    """What a run remembers of its last plan belongs to one save at a time."""
+    ops, failed = BlockingOps(), []
+    run = ckptfs.Run(LocalStore(tmp_path, ops=ops), settings=TIGHT)
+    trees = {1: {"x": torch.zeros(100_000)}, 2: {"y": torch.ones(7), "z": torch.zeros(50_000)}}
+
+    def save(step):
+        try:
+            (run.save_async if background else run.save)(step, trees[step])
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=save, args=[step]) for step in trees]
+    threads[0].start()
+    assert ops.reached.wait(30)
+    threads[1].start()
+    threads[1].join(0.2)  # it waits; not taking turns, it would be at its own plan by now
+    ops.go.set()
+    for thread in threads:
+        thread.join(60)
+    run.close()
+    assert failed == []
+    assert run.steps() == [1, 2]
+    for step, tree in trees.items():
+        back = run[step].tree()
+        assert all(torch.equal(back[name], value) for name, value in tree.items())
+
+
 def test_a_synchronous_save_waits_for_the_one_before(tmp_path):
     training = Training(0)
     with ckptfs.Run(LocalStore(tmp_path, ops=JitteryOps(0)), settings=TIGHT) as run:

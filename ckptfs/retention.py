@@ -101,10 +101,12 @@ def protected(store: Store, steps: Collection[int]) -> set[int]:
 def pin(store: Store, step: int) -> None:
     """Keep a step whatever the policy says, until `unpin`; it holds for every process."""
     name = commit.step_name(step)
-    store.write(f"{PINS}/{name}", b"")
-    if not commit.exists(store, name):  # looked for after the pin was there: who deletes looks the other way round
+    if commit.exists(store, name):  # else nothing is written, not even the folder of a run that is not there
+        store.write(f"{PINS}/{name}", b"")
+        if commit.exists(store, name):  # once more, now that the pin is there: who deletes looks the other way round
+            return
         store.remove(f"{PINS}/{name}")
-        raise NotFoundError(f"{store.url} has no step {step} to pin")
+    raise NotFoundError(f"{store.url} has no step {step} to pin")
 
 
 def unpin(store: Store, step: int) -> None:

@@ -103,6 +103,12 @@ def test_pins(tmp_path):
         assert run.pinned == []
 
 
+def test_a_pin_on_what_is_not_there_leaves_nothing(tmp_path):
+    with pytest.raises(NotFoundError, match="no step 1"):
+        ckptfs.Run(tmp_path / "misspelt").pin(1)
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_step_in_use_stays_until_it_is_free(tmp_path):
     with ckptfs.Run(tmp_path, keep_last=1) as run:
         save_all(run, [1])

@@ -334,8 +334,13 @@ def check_free(run: Store, name: str, *, overwrite: bool) -> None:
     if exists(run, name):
         if not overwrite:
             raise ExistsError(f"{run.url}/{name} exists already; pass overwrite=True to replace it")
-    elif run.positional and (run.exists(name) or any(run.children(name))):
+    elif run.positional and (run.exists(name) or any(run.children(name)) or _is_link(run, name)):
         raise ExistsError(f"{run.url}/{name} is there and is not a checkpoint: move it away, or save elsewhere")
+
+
+def _is_link(run: Store, name: str) -> bool:
+    """Whether the name is a symbolic link, also one to nowhere or to an empty folder: a commit would take its place."""
+    return os.path.islink(run.full(name))  # type: ignore[attr-defined]
 
 
 def exists(run: Store, name: str) -> bool:

@@ -402,6 +402,17 @@ def test_a_folder_of_other_things_is_never_replaced(tmp_path):
     assert os.listdir(tmp_path) == ["data"]
 
 
+@pytest.mark.parametrize("target", ["nowhere", "empty"])
+def test_a_symbolic_link_is_never_replaced(tmp_path, target):
+    """It may lead to a disk that is not mounted at the moment."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "data").symlink_to(target)
+    with pytest.raises(ckptfs.ExistsError, match="is not a checkpoint"):
+        ckptfs.save(tmp_path / "data", tree(1))
+    assert os.readlink(tmp_path / "data") == target
+    assert sorted(os.listdir(tmp_path)) == ["data", "empty"]
+
+
 @pytest.mark.parametrize("url", ["s3://", "s3:///", "gs://"])
 def test_a_url_without_a_place_is_refused(url):
     with pytest.raises(StorageError, match="names no bucket"):

@@ -344,6 +344,8 @@ class _Writer:
     def on_set(self, value: set[object] | frozenset[object]) -> Node:
         tag = "set" if type(value) is set else "frozenset"
         nodes = [self.key(member) for member in value]
+        if len({dumps(node) for node in nodes}) < len(nodes):
+            self.refuse("two members of this set cannot be told apart once stored (several NaN?); remove one")
         return {"$": tag, "items": sorted(nodes, key=dumps)}  # sorted: hash order differs between processes
 
     def on_per_rank(self, value: PerRank) -> Node:

@@ -491,6 +491,10 @@ def test_nan_keys_are_refused():
     assert "cannot be told apart" in refusal({float("nan"): 1, float("nan"): 2})
 
 
+def test_nan_members_are_refused():
+    assert "s: two members" in refusal({"s": {float("nan"), float("nan")}})
+
+
 def test_nested_per_rank_is_refused():
     assert "PerRank inside" in refusal(PerRank([PerRank(1)]))
 

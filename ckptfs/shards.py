@@ -84,6 +84,10 @@ def hold(name: str, value: Any, rank: int) -> Held:
 
 
 def _refuse(name: str, tensor: Any) -> None:
+    if tensor.is_nested:
+        raise MismatchError(f"{name!r} is a nested tensor: save the tensors that .unbind() gives")
+    if sys.modules["torch"].nn.parameter.is_lazy(tensor):
+        raise MismatchError(f"{name!r} has no shape and no values yet: run a batch through its module first")
     if tensor.layout is not sys.modules["torch"].strided:
         raise MismatchError(f"{name!r} is a {tensor.layout} tensor: call .to_dense() before saving")
     if tensor.is_meta:

@@ -71,6 +71,9 @@ def test_what_has_no_values_is_refused_with_a_hint():
     for value, hint in [
         (torch.empty(3, device="meta"), "materialise"),
         (torch.eye(3).to_sparse(), "to_dense"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "unbind"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "unbind"),
+        (torch.nn.UninitializedParameter(), "batch"),
         (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), "int_repr"),
     ]:
         with pytest.raises(MismatchError, match=f"'a/b'.*{hint}"):

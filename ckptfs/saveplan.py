@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 _MANY_FILES, _TINY_FILE = 256, 16 << 10  # compressed blocks that are so many and so small are not worth their files
+_LIMIT = 1 << 62  # as in manifest.py
 _FEW_FILES = 16  # fewer blocks than that may be as small as they like
 
 
@@ -364,6 +365,8 @@ def _array(
     """
     first = views[0][0]
     shape, kind = first.shape, first.spread[0]
+    if prod(max(1, d) for d in shape) * dtypes.of(first.dtype).itemsize > _LIMIT:  # also of arrays that hold nothing
+        raise MismatchError(f"{name!r} has the shape {list(shape)}, which is more than a manifest can say")
     if any(v.spread[0] != kind for v, _ in views) or (kind in ("mesh", "whole") and len(views) > 1):
         a, b = views[0], views[1]
         msg = (

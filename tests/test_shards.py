@@ -320,6 +320,12 @@ def test_a_tied_pair_is_loaded_into_two_tensors(tmp_path):
         assert torch.equal(into["b"], w)
 
 
+def test_an_empty_array_of_a_shape_that_no_manifest_holds_is_refused(tmp_path):
+    """Committed, such a step could never be read."""
+    with ckptfs.Run(tmp_path / "run") as run, pytest.raises(MismatchError, match=r"'a/x'.*shape"):
+        run.save(1, {"a": {"x": torch.empty((0, 1 << 61))}})
+
+
 def test_boxes_say_where_they_are():
     held = hold("w", LocalShard(np.zeros((2, 2)), (4, 2), ["mesh", [2], [0, 1], ["S0"]]), 1)
     assert [box for box, _ in held.pieces] == [Box((2, 0), (4, 2))]

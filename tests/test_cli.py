@@ -371,6 +371,20 @@ def test_terminals_that_are_not_utf_8(place, monkeypatch, encoding):
     assert json.loads(said("ls", "odd@1", "--json"))["arrays"][0]["name"] == "w→ö"
 
 
+def test_names_with_control_characters_reach_no_terminal(cli):
+    name = "a\x1b[2Jb\nc"
+    with ckptfs.Run("odd") as run:
+        run.save(1, {name: np.arange(6.0)})
+        run.save(2, {"other": np.arange(6.0), name: np.ones(6)})
+        run.save(3, {"other": np.arange(6.0)})
+    for words in (("ls", "odd@1"), ("show", "odd@1", name), ("diff", "odd@1", "odd@2"), ("diff", "odd@2", "odd@3")):
+        out = cli(*words)
+        assert "a\\x1b[2Jb" in out
+        assert "\x1b" not in out
+    assert "a\\x1b[2Jb\\nc" in cli("ls", "odd@1")  # one line for each array
+    assert call_json(cli, "ls", "odd@1")["arrays"][0]["name"] == name
+
+
 # --- verify, diff ----------------------------------------------------------------------------------------
 
 

@@ -145,8 +145,13 @@ def require_run(store: Store) -> None:
 # --- output ----------------------------------------------------------------------------------------------
 
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\n")}
+_IN_A_LINE = _CONTROLS | {ord("\n"): "\\n"}
+
+
 def say(text: str = "") -> None:
-    line = text + "\n"
+    """A line, or several. Control characters, which a name in a checkpoint may hold, never reach the terminal."""
+    line = text.translate(_CONTROLS) + "\n"
     try:
         sys.stdout.write(line)
     except UnicodeEncodeError:  # a terminal that is not UTF-8, or a path that is none
@@ -167,7 +172,7 @@ def say_json(value: Any) -> None:
 
 def table(rows: Iterable[Sequence[str]], heads: Sequence[str], *, right: Iterable[int] = ()) -> None:
     """Columns as wide as their widest cell; those in `right` flush right."""
-    lines = [*([list(heads)] if any(heads) else []), *map(list, rows)]
+    lines = [[cell.translate(_IN_A_LINE) for cell in line] for line in [*([heads] if any(heads) else []), *rows]]
     if not lines:
         return
     widths = [max(len(line[at]) for line in lines) for at in range(len(heads))]

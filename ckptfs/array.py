@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ckptfs import dtypes
 from ckptfs.box import Box
 from ckptfs.errors import MismatchError
-from ckptfs.shards import as_numpy
+from ckptfs.shards import as_numpy, is_expanded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -277,12 +277,9 @@ class LazyArray(ABC):
             )
         if isinstance(out, np.ndarray):
             good = out.flags.writeable and out.dtype.byteorder != ">"
-            strides: Sequence[int] = out.strides
         else:
             good = not (out.is_conj() or out.is_neg() or out.is_meta)
-            strides = out.stride()
-        expanded = any(s == 0 and n > 1 for s, n in zip(strides, out.shape, strict=True)) and 0 not in out.shape
-        if not good or expanded:
+        if not good or is_expanded(out):
             raise MismatchError(
                 f"{self.name}: the destination cannot be written to: "
                 "it is read-only, expanded, conjugated, byte-swapped or meta"

@@ -24,7 +24,7 @@ from ckptfs.manifest import NAME, Manifest, Param
 from ckptfs.read import Job, Piece, Reader, Run, Target, check_verify, run_of
 from ckptfs.saveplan import matches
 from ckptfs.settings import Settings
-from ckptfs.shards import Held, as_numpy, hold
+from ckptfs.shards import Held, as_numpy, hold, is_expanded
 from ckptfs.storage import open_store
 from ckptfs.stream import BUDGET_BYTES, in_order, read_ahead
 
@@ -513,6 +513,7 @@ class Checkpoint(Mapping[str, Array]):
             report += [f"different: {p}" for p in rehearsal.mismatched]
         elif strict:
             report = [f"missing in the checkpoint: {name}" for name in held if name not in self] + report
+            report += self._idle(patterns, held)
         self._refuse(report)
         filler = _Filler(self, held, cast=cast)
 
@@ -562,6 +563,8 @@ class Checkpoint(Mapping[str, Array]):
                 known = {prefix + name for name in stored.values()}
                 more = [name for name in self if name.startswith(prefix) and name not in known]
                 report += [f"unexpected in the checkpoint: {name}" for name in more if prefix]
+            else:
+                report += self._idle(patterns, [*held, *state], prefix)
         self._refuse(report)
         filler = _Filler(self, held, cast=cast)
 
@@ -603,6 +606,15 @@ class Checkpoint(Mapping[str, Array]):
             more = [f"… and {len(report) - len(shown)} more"] if len(report) > len(shown) else []
             raise MismatchError("\n  ".join([f"{self.url} does not fit what it is loaded into:", *shown, *more]))
 
+    def _idle(self, patterns: Sequence[str], here: Iterable[str], prefix: str = "") -> list[str]:
+        """Patterns that nothing fits. One that only the checkpoint has arrays for is fine: other ranks hold those."""
+        known = {*here, *self._names}
+        return [
+            f"{pattern!r} fits no array, neither here nor in the checkpoint"
+            for pattern in patterns
+            if not any(matches(name, pattern) or matches(name.removeprefix(prefix), pattern) for name in known)
+        ]
+
     def _misfits(self, held: dict[str, Held], *, cast: bool) -> list[str]:
         out = []
         for name, one in held.items():
@@ -611,6 +623,8 @@ class Checkpoint(Mapping[str, Array]):
             param = self.param(name)
             if any(isinstance(data, np.ndarray) and not data.flags.writeable for _, data in one.pieces):
                 out.append(f"{name} is read-only here")
+            if any(is_expanded(data) for _, data in one.pieces):
+                out.append(f"{name} is expanded here, elements share memory: load into a clone() of it")
             if param.shape != one.desc.shape:
                 out.append(f"shape of {name}: {list(one.desc.shape)} here, {list(param.shape)} stored")
             elif param.dtype.name != one.desc.dtype and not cast:

@@ -225,6 +225,14 @@ def _local(name: str, value: LocalShard, rank: int) -> Held:
     return Held(Desc(name, dtypes.of(dtype).name, shape, value.spread), pieces, value)
 
 
+def is_expanded(data: Any) -> bool:
+    """Whether elements share memory, as `expand` and `broadcast_to` make them: they cannot all be written."""
+    strides = data.strides if isinstance(data, np.ndarray) else data.stride()
+    return (
+        0 in strides and 0 not in data.shape and any(s == 0 and n > 1 for s, n in zip(strides, data.shape, strict=True))
+    )
+
+
 def as_numpy(data: Any) -> np.ndarray[Any, Any]:
     """Live CPU data as an array of its carrier type, sharing memory (read it only, or write it in place)."""
     moved: np.ndarray[Any, Any]

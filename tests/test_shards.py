@@ -220,6 +220,31 @@ def test_loading_a_part_fills_big_endian_arrays_too(tmp_path):
         assert into["b"].tolist() == [0, 0]
 
 
+def test_a_pattern_that_fits_nothing_is_an_error(tmp_path):
+    net = torch.nn.Linear(2, 3)
+    with ckptfs.Run(tmp_path / "run") as run:
+        run.save(1, {"model": net.state_dict(), "w": torch.ones(3)})
+        into = {"w": torch.zeros(3)}
+        for target in (into, net):
+            with pytest.raises(MismatchError, match=r"'wieght\*' fits no array"):
+                run.load(target, only=["w*", "wieght*"])
+        assert not into["w"].any()
+        run.load(into, only=["w", "model/*"])  # what other ranks hold
+        run.load(net, only="weight")
+        run.load(into, only="wieght*", strict=False)
+
+
+def test_expanded_destinations_are_refused(tmp_path):
+    with ckptfs.Run(tmp_path / "run") as run:
+        run.save(1, {"w": torch.arange(6.0).reshape(2, 3), "v": torch.ones(1, 3)})
+        for wide in (torch.zeros(3).expand(2, 3), np.broadcast_to(np.zeros(3, "f4"), (2, 3))):
+            with pytest.raises(MismatchError, match="w is expanded here"):
+                run.load({"w": wide, "v": torch.zeros(1, 3)})
+        row = torch.zeros(3).expand(1, 3)  # nothing is shared
+        run.load({"w": torch.zeros(2, 3), "v": row})
+        assert row.tolist() == [[1, 1, 1]]
+
+
 def test_loading_a_module_whose_parts_have_slashes_in_their_names(tmp_path):
     def model():
         return torch.nn.ModuleDict({"en/de": torch.nn.Linear(2, 3), "100%": torch.nn.Linear(3, 1)})

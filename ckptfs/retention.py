@@ -70,13 +70,18 @@ def pinned(store: Store) -> set[int]:
     return {number for number in numbers if number is not None}
 
 
-def note_verified(store: Store, step: int, *, sound: bool) -> None:
-    """Remember what a check of every byte found."""
-    name = commit.step_name(step)
-    if sound:
-        store.write(f"{VERIFIED}/{name}", digest(store.read(f"{name}/{MANIFEST}")).hex().encode())
+def mark_of(store: Store, step: int) -> bytes:
+    """Which step it is that is found sound: to be taken before it is checked, for it may be replaced meanwhile."""
+    return digest(store.read(f"{commit.step_name(step)}/{MANIFEST}")).hex().encode()
+
+
+def note_verified(store: Store, step: int, mark: bytes | None) -> None:
+    """Remember what a check of every byte found: the mark of a sound step, None if it is not sound."""
+    path = f"{VERIFIED}/{commit.step_name(step)}"
+    if mark is not None:
+        store.write(path, mark)
     else:
-        store.remove(f"{VERIFIED}/{name}")
+        store.remove(path)
 
 
 def latest_verified(store: Store, steps: Collection[int]) -> int | None:
@@ -87,7 +92,7 @@ def latest_verified(store: Store, steps: Collection[int]) -> int | None:
         if name not in noted:
             continue
         with contextlib.suppress(NotFoundError):
-            if store.read(f"{VERIFIED}/{name}") == digest(store.read(f"{name}/{MANIFEST}")).hex().encode():
+            if store.read(f"{VERIFIED}/{name}") == mark_of(store, step):
                 return step
     return None
 

@@ -263,9 +263,10 @@ class Run:
 
         with self.latest if step is None else self[step] as checkpoint:
             number = checkpoint.step
+            mark = None if number is None else retention.mark_of(self.store, number)
             problems = verify(checkpoint, **how)
         if number is not None:
-            retention.note_verified(self.store, number, sound=all(problem.warning for problem in problems))
+            retention.note_verified(self.store, number, mark if all(problem.warning for problem in problems) else None)
         return problems
 
     def prune(self) -> list[int]:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 
 import ckptfs
-from ckptfs import commit, lease, retention
+from ckptfs import commit, lease, retention, verify
+from ckptfs.cli import main
 from ckptfs.errors import ExistsError, MismatchError, NotFoundError, StaleError
 from ckptfs.retention import Policy, doomed
 from ckptfs.storage import FaultOps, FaultPlan, LocalStore, MemoryStore, SimulatedCrash
@@ -230,6 +231,26 @@ def test_what_was_found_sound_and_then_bad_or_replaced_is_not_protected(tmp_path
         assert retention.latest_verified(run.store, [1]) is None
         save_all(run, [2])
         assert run.steps() == [2]
+
+
+@pytest.mark.parametrize("by", ["run", "command"])
+def test_a_step_that_is_replaced_while_it_is_checked_is_not_the_one_that_was_found_sound(tmp_path, monkeypatch, by):
+    run = ckptfs.Run(tmp_path)
+    save_all(run, [1])
+    real = verify.verify
+
+    def checked_then_replaced(*args, **how):
+        found = real(*args, **how)
+        run.save(1, TREE, overwrite=True)
+        return found
+
+    monkeypatch.setattr(verify, "verify", checked_then_replaced)
+    assert not (run.verify() if by == "run" else main(["verify", f"{tmp_path}@1"]))
+    assert retention.latest_verified(run.store, [1]) is None
+    monkeypatch.undo()
+    assert run.verify() == []
+    assert retention.latest_verified(run.store, [1]) == 1
+    run.close()
 
 
 # --- steps that are replaced -----------------------------------------------------------------------------------------

@@ -49,13 +49,17 @@ def run(args: argparse.Namespace) -> int:
                 checked = done
                 bar(done, total)
 
+            mark = None
+            if run_store is not None and step is not None:
+                with contextlib.suppress(CkptError):  # verify says what is wrong with it
+                    mark = retention.mark_of(run_store, step)
             problems = verify(store, progress=progress, threads=args.threads)
         seconds = time.perf_counter() - began
         wrong = [p for p in problems if args.strict or not p.warning]
         bad += bool(wrong)
         if run_store is not None and step is not None:
             with contextlib.suppress(CkptError):  # somebody else's run, which we may only read
-                retention.note_verified(run_store, step, sound=all(p.warning for p in problems))
+                retention.note_verified(run_store, step, mark if all(p.warning for p in problems) else None)
         if not args.json:
             _report(store.url, problems, wrong, checked, seconds)
         results.append(

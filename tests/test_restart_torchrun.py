@@ -89,7 +89,8 @@ if attempt:
     left = leftovers()
     dist.barrier()  # everybody has looked
     start = load_latest()
-    run_with().save(start + 1, tree(start + 1))  # the step that the dead attempt was to save
+    with run_with() as run:  # which waits until the oldest step is deleted
+        run.save(start + 1, tree(start + 1))  # the step that the dead attempt was to save
     told(left=len(left), loaded=start, after=len(leftovers()))
     assert load_latest() == start + 1
 else:

@@ -191,7 +191,7 @@ class Claim:
     def close(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
-            _unlock(fd)
+            unlock(fd)
 
 
 def _locked(path: str) -> int | None:
@@ -203,14 +203,15 @@ def _locked(path: str) -> int | None:
     except OSError as error:
         raise os_error("opening", path, error) from error
     if _lock(fd):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # it is gone, and is made once more
             if os.path.samestat(os.fstat(fd), os.stat(path)):
                 return fd
-    _unlock(fd)
+    unlock(fd)
     return None
 
 
-def _unlock(fd: int) -> None:
+def unlock(fd: int) -> None:
+    """Let go of a lock and close its descriptor."""
     try:
         fcntl.flock(fd, fcntl.LOCK_UN)  # not close alone: a forked child may have a copy of the descriptor
     except OSError:
@@ -310,7 +311,7 @@ def _collect(run: LocalStore, name: str) -> bool:
     except CkptError:  # it is invisible anyway, and tried again by the next save
         return False
     finally:
-        _unlock(fd)
+        unlock(fd)
     return True
 
 
@@ -323,7 +324,7 @@ def _is_read(run: LocalStore, name: str) -> bool:
     try:
         return not _lock(fd)
     finally:
-        _unlock(fd)
+        unlock(fd)
 
 
 def check_free(run: Store, name: str, *, overwrite: bool) -> None:

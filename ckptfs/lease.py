@@ -142,7 +142,7 @@ class FileLease:
             os.close(folder_fd)
         fd, self._fd = self._fd, -1
         if fd >= 0 and self._process == os.getpid():
-            _unlock(fd)
+            commit.unlock(fd)
         elif fd >= 0:
             os.close(fd)  # a forked child's copy: unlocking it would unlock the parent's
 
@@ -155,13 +155,6 @@ class FileLease:
     def __del__(self) -> None:
         if os is not None and fcntl is not None:  # None while the interpreter ends; then the kernel unlocks
             self.release()
-
-
-def _unlock(fd: int) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # not close alone: a forked child may have a copy of the descriptor
-    finally:
-        os.close(fd)
 
 
 def _take_file(store: LocalStore, name: str) -> FileLease | None:
@@ -184,7 +177,7 @@ def _take_file(store: LocalStore, name: str) -> FileLease | None:
             raise os_error("locking", path, error) from error
         if locked and _same_file(fd, path):
             return FileLease(fd)
-        _unlock(fd)
+        commit.unlock(fd)
         if not locked:  # somebody deletes it, or only looks whether it is held
             if time.monotonic() > give_up:
                 raise StorageError(f"{path} has been locked for {_BUSY_TIMEOUT_S:g} s; see who holds it with lslocks")
@@ -226,7 +219,7 @@ def _exclusive(store: LocalStore, name: str) -> Iterator[bool]:
             free = True
         yield free
     finally:
-        _unlock(fd)
+        commit.unlock(fd)
 
 
 def _open_to_lock(path: str) -> int | None:

@@ -36,7 +36,7 @@ WRITER = 1  # a writer must know this number to change anything beside
 NAME = "manifest.json"
 HASH_BYTES = 16
 _TAIL = re.compile(rb',"xxh3_128":"([0-9a-f]{32})"}\n\Z')
-_LIMIT = 1 << 62
+LIMIT = 1 << 62  # of every number
 _LONG = 64  # more runs than arrays have that are not compressed
 _SHORT = 256  # extents that are counted one by one
 _HASH = re.compile(r"[0-9a-f]{32}\Z")
@@ -332,7 +332,7 @@ def _param(name: str, raw: object) -> Param:
     chunk = _ints(entry["chunk"], "chunk") if "chunk" in entry else block
     if any(x < 1 for x in block + chunk) or len(block) != len(shape) or len(chunk) != len(shape):
         raise FormatError(f"block {block} and chunk {chunk} do not fit shape {shape}")
-    if prod(max(1, d) for d in shape) * dtype.itemsize > _LIMIT or prod(block) * dtype.itemsize > _LIMIT:
+    if prod(max(1, d) for d in shape) * dtype.itemsize > LIMIT or prod(block) * dtype.itemsize > LIMIT:
         raise FormatError(f"shape {shape} or block {block} is absurdly large")
     codec = Codec.from_json(entry["codec"]) if "codec" in entry else None
     many = entry.get("many", False)
@@ -364,7 +364,7 @@ def _runs(raw: list[Any]) -> tuple[tuple[tuple[int, int], ...], int]:
     if set(map(type, chain.from_iterable(raw))) != {int}:
         raise FormatError("lengths and counts of extents are not whole numbers")
     table = np.array(raw, dtype=np.int64)  # an OverflowError is one of the ways in which a manifest is none
-    if table.min() < 1 or table.max() >= _LIMIT or table[:, 1].max() > _LIMIT // len(raw):
+    if table.min() < 1 or table.max() >= LIMIT or table[:, 1].max() > LIMIT // len(raw):
         raise FormatError("lengths and counts of extents are not in range")
     return tuple(map(tuple, raw)), int(table[:, 1].sum())
 
@@ -384,7 +384,7 @@ def _check_sum(layout: Layout, codec: Codec | None, runs: tuple[tuple[int, int],
         if runs:
             raise FormatError("an empty array has no extents")
         return
-    if (layout.many and layout.blocks > _LIMIT >> 32) or (layout.sharded and layout.chunks_per_block > MAX_CHUNKS << 8):
+    if (layout.many and layout.blocks > LIMIT >> 32) or (layout.sharded and layout.chunks_per_block > MAX_CHUNKS << 8):
         raise FormatError("absurdly many blocks or chunks")
     total = sum(starmap(mul, runs))
     if not layout.many:
@@ -432,7 +432,7 @@ def _typed(value: object, kind: type, what: str) -> Any:
 
 
 def _int(value: object, what: str) -> int:
-    if type(value) is not int or not 0 <= value < _LIMIT:
+    if type(value) is not int or not 0 <= value < LIMIT:
         raise FormatError(f"{what} is not a whole number in range: {value!r}")
     return value
 

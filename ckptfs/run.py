@@ -15,8 +15,8 @@ from ckptfs import commit, retention
 from ckptfs.asyncsave import Background, HookPoint, OnBusy, Save, hold_updates, hook_points, owned_by
 from ckptfs.checkpoint import Checkpoint
 from ckptfs.errors import FormatError, MismatchError, NotFoundError
+from ckptfs.manifest import LIMIT, check_relative, without_collection
 from ckptfs.manifest import NAME as MANIFEST
-from ckptfs.manifest import check_relative, without_collection
 from ckptfs.meet import PlanCache
 from ckptfs.ranks import Group
 from ckptfs.save import Request, Result, Saver
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Compression = "str | None | Mapping[str, str | None]"
 _AT = re.compile(r"(?s)(.*)@(latest|\d{1,19})\Z")
-_STEPS = range(1 << 62)  # what a manifest can say
+_STEPS = range(LIMIT)  # what a manifest can say
 
 
 class Run:

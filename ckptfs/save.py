@@ -97,7 +97,7 @@ class Saver:
         self.phases: dict[str, float] = {}
         self.notes: list[str] = []
         self._unfit: Exception | None = None
-        self._unclaimed: Exception | None = None  # why the leader has no folder to save to
+        self._refused: Exception | None = None  # why the leader cannot have this step written
         self._round: Round | None = None
         self._pipeline: Pipeline | None = None
         self._claim: commit.Claim | None = None
@@ -169,16 +169,16 @@ class Saver:
         request, group = self.request, self.group
         if self._unfit is None:
             self._prepare()
-        leader_error = self._check_target() if group.rank == 0 else None
+        self._refused = self._check_target() if group.rank == 0 else None
         self._round = round_ = Round.enter(
             group,
             request.topic,
             UNFIT if self._unfit is not None else self._mine.hello(self.cache),
             step=request.step or 0,
             timeouts=_timeouts(self.settings),
-            prepare=self._claim_folder if self._unfit is leader_error is None else lambda save_id: None,
+            prepare=self._claim_folder,
         )
-        failed = self._unfit or leader_error or self._unclaimed
+        failed = self._unfit or self._refused
         if isinstance(failed, ExistsError) and isinstance(round_, LeaderRound):
             round_.publish(failed)  # no rank has failed: every rank raises this very error
         if failed is not None:
@@ -208,13 +208,13 @@ class Saver:
 
     def _claim_folder(self, save_id: str) -> None:
         """The leader locks the folder of this save before another rank can write there: see commit.Claim."""
-        if not self.store.positional:
+        if self._unfit is not None or self._refused is not None or not self.store.positional:
             return
         self._folder = commit.saving_name(self.request.name, save_id)
         try:
             self._claim = commit.Claim(self.store, self._folder)  # type: ignore[arg-type]
         except CkptError as error:
-            self._unclaimed = error
+            self._refused = error
 
     def _check_target(self) -> Exception | None:
         """The leader looks whether the step may be written, and clears away what dead saves left."""

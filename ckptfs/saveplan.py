@@ -20,6 +20,7 @@ from ckptfs.box import Box
 from ckptfs.codec import Codec
 from ckptfs.errors import MismatchError
 from ckptfs.grid import Layout, choose
+from ckptfs.manifest import LIMIT
 from ckptfs.mesh import Mesh, Spread, boxes_of
 from ckptfs.parties import Members, Portion
 from ckptfs.ranges import deal, merge, share
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 _MANY_FILES, _TINY_FILE = 256, 16 << 10  # compressed blocks that are so many and so small are not worth their files
-_LIMIT = 1 << 62  # as in manifest.py
 _FEW_FILES = 16  # fewer blocks than that may be as small as they like
 
 
@@ -365,7 +365,7 @@ def _array(
     """
     first = views[0][0]
     shape, kind = first.shape, first.spread[0]
-    if prod(max(1, d) for d in shape) * dtypes.of(first.dtype).itemsize > _LIMIT:  # also of arrays that hold nothing
+    if prod(max(1, d) for d in shape) * dtypes.of(first.dtype).itemsize > LIMIT:  # also of arrays that hold nothing
         raise MismatchError(f"{name!r} has the shape {list(shape)}, which is more than a manifest can say")
     if any(v.spread[0] != kind for v, _ in views) or (kind in ("mesh", "whole") and len(views) > 1):
         a, b = views[0], views[1]

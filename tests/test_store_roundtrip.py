@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptfs import Checkpoint, LocalShard, Run, Settings
+from ckptfs import Checkpoint, LocalShard, Run, Settings, commit
 from ckptfs.box import Box
-from ckptfs.errors import CkptError, CorruptError, MismatchError
+from ckptfs.errors import CkptError, CorruptError, MismatchError, SaveError, StorageError
 from ckptfs.read import Reader
 from ckptfs.storage import LocalStore, MemoryStore
 from ckptfs.storage.directio import all_cached
@@ -220,6 +220,26 @@ def test_shards_without_a_useful_common_boundary_are_handed_over_or_stored_raw_w
         assert checkpoint.param("w").layout.files == 1
         assert (checkpoint.param("w").codec is not None) == handed_over
         assert same(checkpoint["w"].numpy(), data)
+
+
+def test_a_leader_that_gets_no_folder_to_save_to_says_so_on_every_rank(tmp_path, monkeypatch):
+    def save(rank, group):
+        Run(tmp_path, group=group).save(1, {"w": np.arange(5000.0)})
+
+    def no_lock(store, folder):
+        store.make_dirs(folder)
+        raise StorageError("could not be locked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "Claim", no_lock)
+        with pytest.raises(SaveError) as caught:
+            on_ranks(2, save)
+    found = caught.value.by_thread
+    assert sorted(found) == [0, 1]
+    assert all("could not be locked" in error.by_rank[0] for error in found.values())
+    assert not list(tmp_path.glob(".*saving*"))
+    on_ranks(2, save)
+    assert Run(tmp_path).verify() == []
 
 
 @pytest.mark.parametrize("extent_bytes", [1, 1000])

@@ -122,16 +122,21 @@ class Run:
         *,
         assets: str | os.PathLike[str] | Mapping[str, bytes | str] | None = None,
         compression: Any = None,
+        split: Mapping[str, Sequence[int]] | None = None,
         overwrite: bool = False,
         allow_pickle: bool = False,
         maps: Mapping[str, Any] | None = None,
     ) -> Result:
         """Save a tree as `step`; returns when it is committed, durable and visible, or raises. Called by every rank.
 
+        `split`: {pattern of names: into how many parts each dimension will be read}, such as {"*.wo.weight": (1, 8)}
+        for eight ranks that take an eighth of the columns each. The parts are stored as blocks, whoever saves: reading
+        one reads its bytes and no more.
+
         A save in the background ends first. Alone, what went wrong is raised as it is; with several ranks a failing
         rank makes every rank raise the same SaveError.
         """
-        request = self._request(step, assets, compression, overwrite, maps, allow_pickle)
+        request = self._request(step, assets, compression, split, overwrite, maps, allow_pickle)
         return self._save(request, value)
 
     def save_async(
@@ -143,6 +148,7 @@ class Run:
         on_busy: OnBusy = "wait",
         assets: str | os.PathLike[str] | Mapping[str, bytes | str] | None = None,
         compression: Any = None,
+        split: Mapping[str, Sequence[int]] | None = None,
         overwrite: bool = False,
         allow_pickle: bool = False,
         maps: Mapping[str, Any] | None = None,
@@ -160,7 +166,7 @@ class Run:
         if on_busy not in ("wait", "skip", "error"):
             raise MismatchError(f"on_busy is 'wait', 'skip' or 'error', not {on_busy!r}")
         points = None if before_update is None else hook_points(before_update)
-        request = self._request(step, assets, compression, overwrite, maps, allow_pickle)
+        request = self._request(step, assets, compression, split, overwrite, maps, allow_pickle)
         save = self._begin(request)
         with save.blocking(), self._turn:
             self._background.tell()
@@ -188,7 +194,7 @@ class Run:
         self._background.start(save)
 
     def _request(
-        self, step: int, assets: Any, compression: Any, overwrite: bool, maps: Any, allow_pickle: bool
+        self, step: int, assets: Any, compression: Any, split: Any, overwrite: bool, maps: Any, allow_pickle: bool
     ) -> Request:
         if type(step) is not int or step not in _STEPS:
             raise MismatchError(f"a step is a whole number from 0 on, and below 2^62, not {step!r}")
@@ -199,6 +205,7 @@ class Run:
             self.url,
             overwrite,
             patterns_of(compression),
+            parts_of(split),
             files,
             maps or {},
             allow_pickle,
@@ -317,6 +324,15 @@ def patterns_of(compression: Any) -> tuple[tuple[str, str | None], ...]:
     return tuple(table.items())
 
 
+def parts_of(split: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """None, or {pattern: parts in each dimension} with the first match winning."""
+    table = {} if split is None else dict(split)
+    for pattern, parts in table.items():
+        if not isinstance(parts, (tuple, list)) or not parts or any(type(n) is not int or n < 1 for n in parts):
+            raise MismatchError(f"split: {pattern!r} is {parts!r}; say the parts of each dimension, such as (1, 8)")
+    return tuple((pattern, tuple(parts)) for pattern, parts in table.items())
+
+
 def read_assets(assets: Any) -> dict[str, bytes]:
     """Files to carry along, from a folder or a mapping of paths to contents."""
     if assets is None:
@@ -385,6 +401,7 @@ def save(
     *,
     assets: Any = None,
     compression: Any = None,
+    split: Mapping[str, Sequence[int]] | None = None,
     overwrite: bool = False,
     allow_pickle: bool = False,
     maps: Mapping[str, Any] | None = None,
@@ -395,7 +412,15 @@ def save(
     with Run(base, **options) as run:
         files = partial(read_assets, assets)
         request = Request(
-            name, None, f"{run.url}/{name}", overwrite, patterns_of(compression), files, maps or {}, allow_pickle
+            name,
+            None,
+            f"{run.url}/{name}",
+            overwrite,
+            patterns_of(compression),
+            parts_of(split),
+            files,
+            maps or {},
+            allow_pickle,
         )
         return run._save(request, value)  # noqa: SLF001
 

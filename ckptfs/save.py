@@ -58,6 +58,7 @@ class Request:
     topic: str
     overwrite: bool = False
     compression: tuple[tuple[str, str | None], ...] = ()
+    split: saveplan.Split = ()
     assets: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] = field(default_factory=dict)  # asked of the leader
     maps: Mapping[str, Any] = field(default_factory=dict)
     allow_pickle: bool = False
@@ -194,6 +195,7 @@ class Saver:
             handover=self.settings.handover,
             handover_ranks=self.settings.handover_ranks,
             files_per_rank=self.settings.files_per_rank,
+            split=request.split,
         )
         self.plan, self.jobs = agree(round_, group, self.cache, self._mine, options, self.settings)
         if self.copy_first:  # all of it is in memory at once

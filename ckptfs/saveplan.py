@@ -12,6 +12,7 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from ckptfs.settings import MIB
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+Split = tuple[tuple[str, tuple[int, ...]], ...]  # (pattern, into how many parts each dimension will be read)
 _MANY_FILES, _TINY_FILE = 256, 16 << 10  # compressed blocks that are so many and so small are not worth their files
 _FEW_FILES = 16  # fewer blocks than that may be as small as they like
 
@@ -110,6 +112,7 @@ class Options:
     handover_ranks: int = 16  # where so many shards or more make small pieces, neighbours put them together
     files_per_rank: int = 256  # what they aim at
     large_bytes: int = 8 * MIB  # pieces that are written where they are: a file costs less than their way
+    split: Split = ()  # first match wins
 
 
 Pieces = dict[int, list[tuple[int, int]]]  # array → logical ranges of it
@@ -159,6 +162,7 @@ def _parts(
     """All arrays; what is dealt out among whom, where `rank` is involved; aliases; extents."""
     descriptions, aliases = untie(descriptions)
     known = _gather(descriptions, of_rank)
+    check_split(known, options.split)
     total = sum(_nbytes(views[0][0]) for views in known.values())
     extent_bytes = extent_size(total, options.extent_bytes)
     spans = _spans(known, options, extent_bytes)
@@ -172,9 +176,10 @@ def _parts(
         desc = views[0][0]
         codec = None if name in options.raw else codec_for(name, dtypes.of(desc.dtype), options.compression)
         note = "stored raw: compression does not pay" if name in options.raw else ""
-        key = (desc.dtype, desc.shape, str(desc.spread), codec, id(views[0][1])) if len(views) == 1 else name
+        part = part_of(name, desc.shape, options.split)
+        key = (desc.dtype, desc.shape, str(desc.spread), codec, part, id(views[0][1])) if len(views) == 1 else name
         if key not in alike:
-            alike[key] = _array(name, views, rank, options, codec, _span_of(desc, spans, options))
+            alike[key] = _array(name, views, rank, options, codec, part, _span_of(desc, spans, options))
         layout, codec, found_note, dealt = alike[key]
         for members, portion in dealt:
             parts[members].append((len(arrays), portion))
@@ -357,7 +362,13 @@ def _gather(
 
 
 def _array(
-    name: str, views: list[tuple[Desc, list[int]]], rank: int, options: Options, codec: Codec | None, span: int
+    name: str,
+    views: list[tuple[Desc, list[int]]],
+    rank: int,
+    options: Options,
+    codec: Codec | None,
+    part: Box | None,
+    span: int,
 ) -> tuple[Layout, Codec | None, str, list[tuple[Members, Portion]]]:
     """The array's layout, its codec, why it is stored otherwise than asked, and what is dealt out of it among whom.
 
@@ -375,7 +386,7 @@ def _array(
             "all ranks must describe an array alike"
         )
         raise MismatchError(msg)
-    edges = _edges(name, views)
+    edges = _edges(name, views) + ([part] if part else [])
     note = ""
     if codec is not None and prod(shape) == 0:
         codec = None
@@ -396,6 +407,8 @@ def _array(
         # Without a hand-over these are compressed arrays in stores that take many writers of a file.
         codec, note = None, "stored raw: its shards have no useful common boundary"
         layout = _layout(first, edges, options, None, many=False)
+    if part and part.size and any(have > want for have, want in zip(layout.block[1:], part.stop[1:], strict=True)):
+        note = note or "stored in rows: it has flat shards, or the parts that it is split into would be too narrow"
     return layout, codec, note, _held(layout, views, rank, span)
 
 
@@ -424,6 +437,25 @@ def _blocks_for(desc: Desc, views: list[tuple[Desc, list[int]]], options: Option
     shards = Mesh(desc.spread).shards() if desc.spread[0] == "mesh" else len(views)
     size = min(options.block_bytes, max(_nbytes(desc) // shards, options.extent_bytes))
     return _layout(desc, [], replace(options, block_bytes=size), codec, many=True)
+
+
+def check_split(known: Collection[str], split: Split) -> None:
+    """Every pattern has to fit something: what is not split is read slowly, and nobody would know why."""
+    for pattern, _ in split:
+        if not any(matches(name, pattern) for name in known):
+            some = ", ".join(repr(name) for name in sorted(known)[:3])
+            raise MismatchError(f"split: no array has a name like {pattern!r}; there are {some or 'none at all'}")
+
+
+def part_of(name: str, shape: tuple[int, ...], split: Split) -> Box | None:
+    """The first of the parts that an array is asked to be stored in; they are cut as torch.chunk cuts."""
+    parts = next((parts for pattern, parts in split if matches(name, pattern)), None)
+    if parts is None:
+        return None
+    if len(parts) > len(shape):
+        msg = f"split: {name!r} has the shape {list(shape)}, which cannot be cut into {parts} parts: narrow the pattern"
+        raise MismatchError(msg)
+    return Box((0,) * len(shape), tuple(-(-n // k) for n, k in zip_longest(shape, parts, fillvalue=1)))
 
 
 def _edges(name: str, views: list[tuple[Desc, list[int]]]) -> list[Box]:

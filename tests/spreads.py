@@ -162,6 +162,16 @@ def spreadings(draw, shape, world, *, kinds=("whole", "mesh", "flat", "boxes")):
     return Spreading("mesh", (mesh_shape, tuple(ranks), tuple(places)))
 
 
+@st.composite
+def splits(draw, shapes_of):
+    """What a save may be asked to store in parts: some of the arrays, cut in some of their dimensions."""
+    chosen = {}
+    for name, shape in shapes_of.items():
+        if shape and draw(st.booleans()):
+            chosen[name] = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=len(shape))))
+    return chosen
+
+
 def on_ranks(world, work, *, groups=None):
     """`work(rank, group)` on every rank as a thread; the results by rank. Errors of ranks are raised as one."""
     groups = groups or Group.threads(world)

@@ -592,6 +592,23 @@ def test_everything_with_an_empty_prefix(cli, place):
     assert not (found["added"] or found["removed"] or found["changed"])
 
 
+def test_import_into_parts(cli, place):
+    with ckptfs.Run("wide") as run:
+        run.save(1, {"model": {"a.wo": np.arange(64.0).reshape(8, 8), "b": np.ones(3)}})
+    cli("export", "wide@1", "wide.safetensors")
+    cli("import", "wide.safetensors", "parts@1", "--split", "*.wo=1,4")
+    with ckptfs.Run("parts")[1] as found:
+        assert found.param("model/a.wo").layout.block == (8, 2)
+    assert not call_json(cli, "diff", "wide@1", "parts@1")["changed"]
+    assert "no array has a name like '*.wq'" in cli(
+        "import", "wide.safetensors", "no@1", "--split", "*.wq=1,4", status=2
+    )
+    for wrong in ("*.wo", "*.wo=0,4", "*.wo=1,,4", "=1"):
+        assert "write PATTERN=PARTS" in cli("import", "wide.safetensors", "no@1", "--split", wrong, status=2)
+    narrow = cli("import", "wide.safetensors", "narrow@1", "--split", "*.wo=1,8", "--compression", "zstd")
+    assert "model/b: stored raw" in narrow
+
+
 def test_what_cannot_be_exported(cli, place):
     with ckptfs.Run("odd") as run:
         run.save(1, {"a": np.zeros(2, "c16"), "b": np.zeros(2)})

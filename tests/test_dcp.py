@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -247,6 +248,16 @@ def test_compression_of_one_name(at):
     assert same(load(blank(value), f"{at}@1"), value)
 
 
+def test_parts_of_one_name(at):
+    value = {"a": torch.randn(64, 32), "b": torch.randn(64, 32)}
+    save(value, f"{at}@1", split={"a": (1, 4)})
+    found = ckptfs.Run(at)[1]
+    assert [found.param(name).layout.block for name in "ab"] == [(64, 8), (64, 32)]
+    assert same(load(blank(value), f"{at}@1"), value)
+    with pytest.raises(CheckpointException, match="no array has a name like 'c'"):
+        save(value, f"{at}@2", split={"c": (1, 4)})
+
+
 def test_assets_come_along(at):
     save({"a": torch.ones(2)}, f"{at}@1", assets={"config.json": "{}"})
     assert Path(f"{at}/step-00000001/assets/config.json").read_text() == "{}"
@@ -418,10 +429,11 @@ def test_ranks_that_store_an_array_differently_are_found_out():
         dcp_plan.unite(reports)
 
 
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.integers(0, 1), st.booleans())
-def test_what_the_ranks_write_tiles_every_array(rows, columns, parts, dim, compressed):
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.integers(0, 1), st.booleans(), st.integers(1, 4))
+def test_what_the_ranks_write_tiles_every_array(rows, columns, parts, dim, compressed, split):
     """Layouts from the coordinator, pieces from each rank on its own: together each byte exactly once."""
     options = Options(chunk_bytes=256, block_bytes=512, compression=(("*", "zstd"),) if compressed else ())
+    options = replace(options, split=(("a", (1, split)),))
     boxes = []
     for low, high in split_evenly((rows, columns)[dim], parts):
         start, stop = [0, 0], [rows, columns]

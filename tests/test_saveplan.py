@@ -7,16 +7,18 @@ from math import prod
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfs import dtypes
+from ckptfs.box import Box
 from ckptfs.errors import MismatchError
 from ckptfs.mesh import Mesh, boxes_of, intervals
 from ckptfs.ranges import cut, cut_evenly, merge, share
 from ckptfs.saveplan import Desc, Options, describe, parse, plan
 from ckptfs.shards import hold
-from spreads import chunks, local_indices, random_array, shapes, spreadings, strided
+from spreads import chunks, local_indices, random_array, shapes, splits, spreadings, strided
 
 SMALL = Options(chunk_bytes=64, block_bytes=256, extent_bytes=32)
 
@@ -25,7 +27,7 @@ SMALL = Options(chunk_bytes=64, block_bytes=256, extent_bytes=32)
 
 
 @st.composite
-def splits(draw):
+def cuts(draw):
     out = []
     for _ in range(draw(st.integers(0, 3))):
         parts = draw(st.integers(1, 5))
@@ -33,7 +35,7 @@ def splits(draw):
     return tuple(out)
 
 
-@given(st.integers(0, 60), splits())
+@given(st.integers(0, 60), cuts())
 def test_intervals_are_what_torch_would_hold(length, made):
     held = list(range(length))
     for parts, which, factor in made:
@@ -114,9 +116,11 @@ options = st.builds(
 
 
 @settings(max_examples=150)
-@given(worlds(), options)
-def test_every_stored_byte_has_exactly_one_writer_who_holds_it(made, chosen):
+@given(worlds(), options, st.data())
+def test_every_stored_byte_has_exactly_one_writer_who_holds_it(made, chosen, data):
     arrays, leaves = made
+    split = data.draw(splits({name: full.shape for name, full in arrays.items()}))
+    chosen = replace(chosen, split=tuple(split.items()))
     descs, of_rank = descriptions_of(leaves)
     plans = [plan(descs, of_rank, rank, chosen) for rank in range(len(leaves))]
     for number, array in enumerate(plans[0].arrays):
@@ -240,6 +244,59 @@ def test_a_mesh_named_by_a_rank_outside_of_it_is_fine():
 
 
 # --- ties ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("positional", [True, False])
+@given(
+    rows=st.integers(1, 60), columns=st.integers(1, 60), parts=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    ranks=st.integers(1, 4), data=st.data(),
+)  # fmt: skip
+def test_a_part_that_was_asked_for_is_stored_together(positional, rows, columns, parts, ranks, data):
+    """Whoever saves it: the columns of a part, as torch.chunk cuts them, are one run for each part of the rows."""
+    kind = data.draw(st.sampled_from([["whole"], ["mesh", [ranks], list(range(ranks)), ["S0"]]]))
+    desc = Desc("w", "float32", (rows, columns), kind)
+    config = Options(positional=positional, split=(("w", parts),), handover=False)
+    (array,) = plan([([desc], {})], [0] * ranks, 0, config).arrays
+    numbers = np.arange(rows * columns).reshape(rows, columns)
+    assert array.note == ""
+    for panel in torch.from_numpy(numbers).chunk(parts[1], 1):
+        low, high = int(panel[0, 0]), int(panel[0, -1]) + 1
+        runs = array.layout.ranges(Box((0, low), (rows, high)))
+        assert len(merge(runs)) <= (1 if positional else array.layout.grid[0])
+
+
+@pytest.mark.parametrize(
+    ("split", "match"),
+    [
+        ({"*.wo": (1, 8)}, r"no array has a name like '\*\.wo'; there are 'b', 'w'"),
+        ({"w": (1, 2), "*": (1, 2)}, r"'b' has the shape \[4\], which cannot be cut into \(1, 2\) parts: narrow"),
+    ],
+)
+def test_a_split_that_does_not_fit_is_refused(split, match):
+    descs = [Desc("b", "float32", (4,), ["whole"]), Desc("w", "float32", (4, 4), ["whole"])]
+    with pytest.raises(MismatchError, match=match):
+        plan([(descs, {})], [0], 0, replace(SMALL, split=tuple(split.items())))
+
+
+def test_the_first_pattern_that_fits_says_how_an_array_is_split():
+    descs = [Desc(name, "float32", (8, 8), ["whole"]) for name in ("a.wo", "b.wo")]
+    arrays = plan([(descs, {})], [0], 0, replace(SMALL, split=(("a*", (1, 4)), ("*.wo", (2, 2))))).arrays
+    assert [array.layout.block[1] for array in arrays] == [2, 4]
+
+
+def test_parts_that_are_too_narrow_stay_in_rows_and_the_save_says_so():
+    desc = Desc("w", "float32", (4, 9000), ["whole"])
+    (array,) = plan([([desc], {})], [0], 0, Options(split=(("w", (1, 9000)),))).arrays
+    assert array.layout.row_major
+    assert array.note.startswith("stored in rows: ")
+
+
+def test_flat_shards_stay_in_rows_and_the_save_says_so():
+    descs = [Desc("w", "float32", (8, 8), ["flat", a, a + 32]) for a in (0, 32)]
+    made, of_rank = of(*descs)
+    (array,) = plan(made, of_rank, 0, replace(SMALL, split=(("w", (1, 4)),))).arrays
+    assert array.layout.row_major
+    assert array.note.startswith("stored in rows: it has flat shards")
 
 
 def test_ties_that_only_some_ranks_see_are_stored_once():

@@ -89,7 +89,10 @@ def kept(kind, tmp_path_factory):
     store, _, compression = kind.partition("+")
     url = tmp_path_factory.mktemp("run") / "run" if store == "local" else f"memory://slices-{kind.replace('+', '-')}"
     ckptfs.Run(url, settings=SMALL if "small" in kind else None).save(
-        1, tree, compression=compression if compression in ("zstd", "blosc") else None
+        1,
+        tree,
+        compression=compression if compression in ("zstd", "blosc") else None,
+        split={"a[458]": (1, 3), "a6": (2, 1, 2, 2)} if compression == "split" else None,
     )
     ck = ckptfs.Run(url)[1]
     if store == "local" and not compression:
@@ -101,7 +104,7 @@ def kept(kind, tmp_path_factory):
     return Kept([(ck, arrays)])
 
 
-@pytest.fixture(scope="module", params=["local", "local+small", "local+zstd", "memory", "memory+blosc"])
+@pytest.fixture(scope="module", params=["local", "local+small", "local+split", "local+zstd", "memory", "memory+blosc"])
 def stored(request, tmp_path_factory):
     return kept(request.param, tmp_path_factory)
 
@@ -374,12 +377,14 @@ def test_nothing_is_read_for_nothing(big):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_tensor_parallel_rank_reads_its_share(tmp_path, ranks, dim):
-    """Of weights stored as rows and as columns: at most 1/k of the bytes, and one extent for each edge."""
+    """Of weights stored as rows, as columns and in parts: at most 1/k of the bytes, and one extent for each edge."""
     whole = torch.arange(1 << 20, dtype=torch.int32).reshape(512, 2048)
-    stored = [ckptfs.Run(tmp_path / "rows"), tmp_path / "columns"]
-    stored[0].save(1, {"w": whole})
+    run = ckptfs.Run(tmp_path / "rows")
+    run.save(1, {"w": whole})
+    run.save(2, {"w": whole}, split={"w": (1, ranks)})
+    assert run[2]["w"].param.layout.blocks == ranks  # each part is a block of its own
     extent = ckptfs.Settings().extent_bytes
-    for ck in (stored[0][1], save_panels(stored[1], whole, ranks)):
+    for ck in (run[1], save_panels(tmp_path / "columns", whole, ranks), run[2]):
         by_columns_in_rows = dim == 1 and len(list(ck["w"].param.layout.grid)) == 2 and ck["w"].param.layout.blocks == 1
         for r, part in enumerate(whole.chunk(ranks, dim)):
             width = whole.shape[dim] // ranks

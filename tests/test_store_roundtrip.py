@@ -16,14 +16,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptfs import Checkpoint, LocalShard, Run, Settings, commit
+from ckptfs import Checkpoint, LocalShard, Run, Settings, commit, save
 from ckptfs.box import Box
 from ckptfs.errors import CkptError, CorruptError, MismatchError, SaveError, StorageError
 from ckptfs.read import Reader
 from ckptfs.storage import LocalStore, MemoryStore
 from ckptfs.storage.directio import all_cached
 from ckptfs.verify import verify
-from spreads import DTYPES, NoSync, Spreading, blank, on_ranks, parts_of, random_array, shapes, spreadings
+from spreads import DTYPES, NoSync, Spreading, blank, on_ranks, parts_of, random_array, shapes, splits, spreadings
 
 TINY = {"read_threads": 2, "write_threads": 2, "buffer_bytes": 1 << 20, "read_buffer_bytes": 1 << 18}
 
@@ -44,7 +44,7 @@ def tiny_settings(draw):
 
 @st.composite
 def cases(draw, kinds=("whole", "mesh", "flat", "boxes"), most_ranks=8):
-    """(arrays, their spreadings at save, at load, worlds, settings)"""
+    """(arrays, their spreadings at save, at load, worlds, settings, what is stored in parts)"""
     world, other = draw(st.integers(1, most_ranks)), draw(st.integers(1, most_ranks))
     arrays, saved, loaded = {}, {}, {}
     for number in range(draw(st.integers(1, 3))):
@@ -53,7 +53,8 @@ def cases(draw, kinds=("whole", "mesh", "flat", "boxes"), most_ranks=8):
         arrays[name] = random_array(shape, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99)))
         saved[name] = draw(spreadings(shape, world, kinds=kinds))
         loaded[name] = draw(spreadings(shape, other))
-    return arrays, saved, loaded, world, other, draw(tiny_settings())
+    split = draw(splits({name: full.shape for name, full in arrays.items()}))
+    return arrays, saved, loaded, world, other, draw(tiny_settings()), split
 
 
 def tree_of(arrays, spread, rank):
@@ -94,8 +95,8 @@ def load_and_compare(store, arrays, loaded, other, config):
 
 
 def round_trip(store, case, **how):
-    arrays, saved, loaded, world, other, config = case
-    save_on_ranks(store, arrays, saved, world, config, **how)
+    arrays, saved, loaded, world, other, config, split = case
+    save_on_ranks(store, arrays, saved, world, config, split=split, **how)
     with Run(store, settings=config)[1] as checkpoint:
         assert verify(checkpoint) == []
         whole = checkpoint.tree(numpy=True)
@@ -399,3 +400,32 @@ def test_a_load_that_does_not_fit_lets_go_of_what_it_has_begun_and_touches_nothi
         assert not served
         assert not any(array.any() for array in target.values())
         assert ck._reader._scratch().in_use == 0
+
+
+@pytest.mark.parametrize("way", ["save", "save_async", "ckptfs.save"])
+def test_every_way_to_save_stores_parts(tmp_path, way):
+    value = {"w": np.arange(64.0).reshape(8, 8)}
+    with Run(tmp_path) as run:
+        if way == "save":
+            run.save(1, value, split={"w": (1, 4)})
+        elif way == "save_async":
+            run.save_async(1, value, split={"w": (1, 4)}).wait()
+        else:
+            save(tmp_path / "step-00000001", value, split={"w": (1, 4)})
+        with run[1] as checkpoint:
+            assert checkpoint.param("w").layout.block == (8, 2)
+            assert same(checkpoint["w"].numpy(), value["w"])
+
+
+@pytest.mark.parametrize("parts", [8, (), (1, 0), (1, True), (1.0, 2), "18", {1: 8}])
+def test_what_does_not_say_parts_is_refused(tmp_path, parts):
+    with pytest.raises(MismatchError, match="say the parts of each dimension, such as"):
+        Run(tmp_path).save(1, {"w": np.ones((8, 8))}, split={"w": parts})
+
+
+def test_a_plan_is_made_anew_when_other_parts_are_asked_for(tmp_path):
+    value = {"w": np.arange(64.0).reshape(8, 8)}
+    with Run(tmp_path) as run:
+        for step, split in enumerate([None, {"w": (1, 2)}, {"w": (1, 4)}]):
+            run.save(step, value, split=split)
+        assert [run[step].param("w").layout.blocks for step in run.steps()] == [1, 2, 4]

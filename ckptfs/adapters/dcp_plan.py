@@ -22,7 +22,7 @@ from ckptfs.errors import CkptError, MismatchError
 from ckptfs.grid import Layout, choose
 from ckptfs.ranges import cut
 from ckptfs.report import Written
-from ckptfs.saveplan import Array, codec_for, extent_size
+from ckptfs.saveplan import Array, check_split, codec_for, extent_size, part_of
 
 from .dcp_tree import name_of, path_of
 
@@ -107,6 +107,7 @@ def attach(plans: Sequence[SavePlan], ticket: Ticket, options: Options) -> list[
                     kinds[fqn] = tuple(item.tensor_data.size), dtypes.of(item.tensor_data.properties.dtype), name
     total = sum(prod(shape) * dtype.itemsize for shape, dtype, _ in kinds.values())
     extent_bytes = extent_size(total, options.extent_bytes)
+    check_split([name for *_, name in kinds.values()], options.split)
     decided: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
     for fqn, (shape, dtype, name) in kinds.items():
         layout = _decide(name, shape, dtype, boxes[fqn], options)
@@ -132,13 +133,15 @@ def ordinary(shape: tuple[int, ...], dtype: dtypes.DType, options: Options) -> L
 def _decide(name: str, shape: tuple[int, ...], dtype: dtypes.DType, boxes: list[Box], options: Options) -> Layout:
     sizes: Any = {"chunk_bytes": options.chunk_bytes, "block_bytes": options.block_bytes}
     compressed = codec_for(name, dtype, options.compression) is not None
+    part = part_of(name, shape, options.split)
+    edges = [*boxes, part] if part else boxes
     if prod(shape) and (compressed or not options.positional):
-        layout = choose(shape, dtype.itemsize, boxes, many=True, compressed=compressed, **sizes)
+        layout = choose(shape, dtype.itemsize, edges, many=True, compressed=compressed, **sizes)
         if all(_whole_blocks(layout, box) for box in boxes):
             return layout
         if not options.positional:
             raise MismatchError(f"{name!r}: its shards do not end at common boundaries; save it to a local path")
-    return choose(shape, dtype.itemsize, boxes, **sizes)
+    return choose(shape, dtype.itemsize, edges, **sizes)
 
 
 def _whole_blocks(layout: Layout, box: Box) -> bool:

@@ -27,7 +27,7 @@ from ckptfs import commit, dtypes, saveplan, tree, zarr3
 from ckptfs.errors import CkptError, ExistsError, MismatchError, SaveError
 from ckptfs.ranges import merge
 from ckptfs.report import Finished
-from ckptfs.run import patterns_of, read_assets
+from ckptfs.run import parts_of, patterns_of, read_assets
 from ckptfs.settings import Settings
 from ckptfs.shards import hold
 from ckptfs.stage import Pools, Stager, Started, affordable_bytes, jobs_of
@@ -39,7 +39,7 @@ from .dcp_paths import locate
 from .dcp_plan import Attached, Report, Ticket
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
@@ -74,6 +74,7 @@ class StorageWriter(TorchWriter):
         serialization_format: Any = None,
         *,
         compression: Any = None,
+        split: Mapping[str, Sequence[int]] | None = None,
         allow_pickle: bool = False,
         assets: Any = None,
         maps: Mapping[str, Any] | None = None,
@@ -90,7 +91,7 @@ class StorageWriter(TorchWriter):
         self.settings = settings or Settings()
         if thread_count > self.settings.write_threads:
             self.settings = replace(self.settings, write_threads=thread_count)
-        self.compression = patterns_of(compression)
+        self.compression, self.split = patterns_of(compression), parts_of(split)
         self.allow_pickle, self.maps, self._options = allow_pickle, dict(maps or {}), storage_options
         self._assets = assets
         self._rank = 0
@@ -228,7 +229,8 @@ class StorageWriter(TorchWriter):
 
     def _plan_options(self, store: Store) -> saveplan.Options:
         s = self.settings
-        return saveplan.Options(store.positional, s.chunk_bytes, s.block_bytes, s.extent_bytes, self.compression)
+        sizes = s.chunk_bytes, s.block_bytes, s.extent_bytes
+        return saveplan.Options(store.positional, *sizes, self.compression, split=self.split)
 
     def _write(
         self, store: Store, ticket: Ticket, attached: Attached | None, plan: SavePlan, planner: SavePlanner

@@ -24,16 +24,21 @@ except ImportError:
     from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO  # type: ignore[assignment, unused-ignore]
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 class CkptfsCheckpointIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
     """Checkpoints as ckptfs steps: a `.ckpt` is a folder. Files that Lightning wrote itself are still read."""
 
     def __init__(
-        self, *, compression: Any = None, allow_pickle: bool = False, assets: str | Mapping[str, bytes] | None = None
+        self,
+        *,
+        compression: Any = None,
+        split: Mapping[str, Sequence[int]] | None = None,
+        allow_pickle: bool = False,
+        assets: str | Mapping[str, bytes] | None = None,
     ) -> None:
-        self.compression, self.allow_pickle, self.assets = compression, allow_pickle, assets
+        self.compression, self.split, self.allow_pickle, self.assets = compression, split, allow_pickle, assets
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -45,6 +50,7 @@ class CkptfsCheckpointIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
             checkpoint,
             overwrite=True,
             compression=self.compression,
+            split=self.split,
             allow_pickle=self.allow_pickle,
             assets=self.assets,
             group=Group.solo(),

@@ -6,7 +6,7 @@ Use it beside Trainer's own checkpoints, or instead of them with `save_strategy=
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from ckptfs.errors import NotFoundError
 from ckptfs.run import Run
 from ckptfs.training import restore, state_of
 from ckptfs.tree import PerRank
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 
 class CkptfsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -32,10 +35,11 @@ class CkptfsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         every_steps: int | None = None,
         resume: bool = False,
         compression: Any = None,
+        split: Mapping[str, Sequence[int]] | None = None,
         **how: Any,
     ) -> None:
         self.run = run if isinstance(run, Run) else Run(run, **how)
-        self.every_steps, self.resume, self.compression = every_steps, resume, compression
+        self.every_steps, self.resume, self.compression, self.split = every_steps, resume, compression, split
         self._last: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -71,7 +75,12 @@ class CkptfsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         config: Any = getattr(kwargs["model"], "config", None)
         assets = {"config.json": config.to_json_string()} if hasattr(config, "to_json_string") else None
         self._last = self.run.save_async(
-            state.global_step, _state(state, kwargs), assets=assets, compression=self.compression, overwrite=True
+            state.global_step,
+            _state(state, kwargs),
+            assets=assets,
+            compression=self.compression,
+            split=self.split,
+            overwrite=True,
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ckptfs.cli import text
 from ckptfs.errors import CorruptError, MismatchError
 
+_NOTES = 8  # as many are said one by one
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -39,12 +40,20 @@ def add(commands: Any) -> None:
         "save a safetensors file or a Hugging Face directory as a step",
         "Streams: the files may be larger than memory. Other files of the directory become assets. The new step is\n"
         "read back and checked.",
-        "  ckptfs import ./llama run7@0\n  ckptfs import weights.safetensors run7@1 --compression zstd\n",
+        "  ckptfs import ./llama run7@0\n  ckptfs import weights.safetensors run7@1 --compression zstd\n"
+        "  ckptfs import ./llama run7@2 --split '*o_proj.weight=1,8' --split '*down_proj.weight=1,8'\n",
     )
     made.add_argument("source", metavar="SOURCE", help="a directory, or FILE.safetensors")
     text.add_url(made, "target", "the run and the new step: RUN@STEP")
     made.add_argument("--prefix", default="model", help="the level of the tree that takes the names (default: model)")
     made.add_argument("--compression", choices=["zstd", "blosc"], help="compress the arrays")
+    made.add_argument(
+        "--split",
+        metavar="PATTERN=PARTS",
+        action="append",
+        default=[],
+        help="store arrays in the parts they will be read in: '*o_proj.weight=1,8' for eight readers of columns",
+    )
     made.add_argument("--overwrite", action="store_true", help="replace the step if it is there")
     made.add_argument("--no-verify", action="store_true", help="do not read the new step back")
     text.add_options(made, as_json=True, bar=True)
@@ -77,19 +86,38 @@ def run_import(args: argparse.Namespace) -> int:
     if step is None or step == "latest":
         raise MismatchError(f"{args.target}: name the new step, as in {base}@0")
     with text.open_run(base, args, create=True) as run:
-        how: dict[str, Any] = {"overwrite": args.overwrite, "compression": args.compression}
-        import_path(args.source, run, int(step), prefix=args.prefix.strip("/"), **how)
+        how: dict[str, Any] = {
+            "overwrite": args.overwrite,
+            "compression": args.compression,
+            "split": splits(args.split),
+        }
+        result = import_path(args.source, run, int(step), prefix=args.prefix.strip("/"), **how)
         with run[int(step)] as made, text.bar(args, "verify") as bar:
             problems = [] if args.no_verify else verify(made, progress=bar)
             url, nbytes, arrays = made.url, made.manifest.nbytes, len(made.manifest.params)
     if problems:
         raise CorruptError(f"{url} is not what was imported: {problems[0]}; check the disk and import again")
     if args.json:
-        text.say_json({"url": url, "step": int(step), "bytes": nbytes, "arrays": arrays})
+        text.say_json({"url": url, "step": int(step), "bytes": nbytes, "arrays": arrays, "notes": result.notes})
     else:
         checked = "" if args.no_verify else ", verified"
         text.say(f"{url}: {text.count_text(arrays, 'array')}, {text.size_text(nbytes)}{checked}")
+        for note in result.notes[:_NOTES]:
+            text.say(note)
+        if len(result.notes) > _NOTES:
+            text.say(f"and {len(result.notes) - _NOTES} more; --json has all")
     return 0
+
+
+def splits(words: list[str]) -> dict[str, tuple[int, ...]]:
+    """`["*.wo.weight=1,8"]` as {"*.wo.weight": (1, 8)}."""
+    out = {}
+    for word in words:
+        pattern, _, parts = word.rpartition("=")
+        if not pattern or not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", parts):
+            raise MismatchError(f"--split {word}: write PATTERN=PARTS, the parts of each dimension, as in '*.wo=1,8'")
+        out[pattern] = tuple(map(int, parts.split(",")))
+    return out
 
 
 def size_of(word: str) -> int:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.asyncwork import PRODUCTS, beside_name
-from benchmarks.systems import EXTENTS, LIMITS, PAGES, UNCHECKED
+from benchmarks.systems import EXTENTS, LIMITS, PAGES, SPLIT, UNCHECKED
 
 if TYPE_CHECKING:
     from benchmarks.report import Results, Row
 
 BEGIN, END = "<!-- claims: rendered by tools/bench report -->", "<!-- end of claims -->"
-NOT_PEERS = (*LIMITS, "ckptfs", UNCHECKED, "DCP + ckptfs")
+NOT_PEERS = (*LIMITS, "ckptfs", UNCHECKED, SPLIT, "DCP + ckptfs")
 LIKE_PEERS = "within 10 % of the fastest peer where ckptfs, like the peers, checks nothing"
 KEYS = {
     "save and load": "save",
@@ -165,6 +165,8 @@ def _slice_goals(results: Results) -> Iterable[Goal]:
         ratio = _ratio(rows, "zarr-python", "ckptfs")
         text = f"{where}: times faster than zarr-python (5)"
         yield _limited(_goal(text, "slices", ratio, lambda v: v >= 5), rows, "zarr-python")
+        if SPLIT in rows:
+            yield from _split_goals(rows, f"{operation}, saved with split, {cache}")
     saved_by_ranks = results.rows("slices", "1/8 shard, saved by 8 ranks", "cold")
     if saved_by_ranks:
         ratio = _ratio(saved_by_ranks, "raw", "ckptfs")
@@ -173,6 +175,17 @@ def _slice_goals(results: Results) -> Iterable[Goal]:
     ratio = _ratio(shard, "raw", "ckptfs")
     goal = _goal("1/8 shard, cold, at least 0.85 of raw", "slices", ratio, lambda v: v >= 0.85)
     yield _limited(goal, shard, "raw")
+    if SPLIT in shard:
+        text = "1/8 shard, saved with split, cold, at least 0.85 of raw"
+        yield _goal(text, "slices", _ratio(shard, "raw", SPLIT), lambda v: v >= 0.85)
+
+
+def _split_goals(rows: dict[str, Row], where: str) -> Iterable[Goal]:
+    """The pages and extents that the same bytes lie on row by row are no limit of these."""
+    yield _goal(f"{where}: within 10 % of the fastest peer", "slices", _over_best(rows, SPLIT), lambda v: v <= 1.10)
+    ratio = _ratio(rows, "zarr-python", SPLIT)
+    goal = _goal(f"{where}: times faster than zarr-python (5)", "slices", ratio, lambda v: v >= 5)
+    yield _limited(goal, {s: row for s, row in rows.items() if s not in (PAGES, EXTENTS)}, "zarr-python")
 
 
 def _limited(goal: Goal, rows: dict[str, Row], other: str) -> Goal:

@@ -301,7 +301,8 @@ SLICES = """\
 *cold*: each read was done once before the pages were dropped, the raw ones too: a virtual disk gives what it gave
 lately twice as fast. *raw, whole pages* and *raw, whole extents*: the pages that the bytes lie on, and what the
 checksums of all that is read cover, as one file. *ckptfs, no checksums* checks as little as the peers do; **ckptfs**
-checks every extent that is read whole.
+checks every extent that is read whole. *ckptfs, saved with split*: saved by one process too, but told what would be
+read.
 """
 
 

@@ -2,7 +2,8 @@
 
 One process; every system reads into memory that the engine owns already: warm, page-aligned, in huge pages, as pinned
 memory is. A model that was saved whole lies in rows, and a rank's columns of it are on every page; so ckptfs reads the
-shard also from a step as eight tensor-parallel ranks save it, where it is exactly its bytes. Files are opened before
+shard also from a step as eight tensor-parallel ranks save it, where it is exactly its bytes, and columns and shard from
+steps that were saved whole with `split`. Files are opened before
 the clock starts, new for each cold read, because pages that are mapped can't be made cold. Each cold read was done
 once before its pages were dropped, the raw ones too: a virtual disk gives what it gave lately twice as fast (7 reads of
 271 MB: 166 – 280 ms the first time, 100 – 106 ms the second), and nobody is to be measured against what it has at hand
@@ -19,7 +20,7 @@ import random
 import statistics
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from benchmarks.systems import (
     ALL,
     EXTENTS,
     PAGES,
+    SPLIT,
     UNCHECKED,
     Ckptfs,
     Job,
@@ -100,6 +102,10 @@ class UncheckedEngine(CkptfsEngine):
     """What the others do: no checksums."""
 
     verify = "none"
+
+
+class SplitEngine(CkptfsEngine):
+    """A step that was told what would be read of it."""
 
 
 class SafetensorsEngine(Engine):
@@ -297,6 +303,17 @@ def save_as_ranks(state: State, folder: Path) -> Path:
     return folder / "ckptfs-ranks" / f"step-{0:08d}"
 
 
+def save_split(state: State, folder: Path) -> dict[str, Path]:
+    """Operation → the model (or the one weight that is read) as a process saves it that knows what will be read."""
+    import ckptfs
+
+    run = ckptfs.Run(folder / "ckptfs-split")
+    eighths = {f"model/{name}": (1, RANKS) for name, shape in state.shapes.items() if len(shape) == 2}
+    run.save(0, {"model": {"embed.weight": state.local["embed.weight"]}}, split={"*": (1, RANKS)})
+    run.save(1, {"model": state.local}, split={n: p for n, p in eighths.items() if split_dim(n) == 1})
+    return {f"1/8 {of}": Path(run[step].url) for step, of in enumerate(("of the columns", "shard of the model"))}
+
+
 def slices(ranks: Ranks) -> None:
     plan = ranks.plan
     SIZE[0] = plan.size
@@ -333,6 +350,11 @@ def slices(ranks: Ranks) -> None:
         place = save_as_ranks(state, ranks.folder)
         as_ranks = [(Ckptfs.name, CkptfsEngine(place)), (UNCHECKED, UncheckedEngine(place))]
         _check(as_ranks[0][1], state)
+    split: dict[str, Engine] = {}
+    if as_ranks:
+        split = {operation: SplitEngine(place) for operation, place in save_split(state, ranks.folder).items()}
+        for operation, engine in split.items():
+            _check(engine, state, [operation])
     quick = plan.repetitions == 1  # fewer reads, and no warm-up but looking whether everybody reads right
     for turn in range(0 if quick else -1, plan.repetitions):
         ranks.say("warm-up, not counted" if turn < 0 else f"repetition {turn + 1} of {plan.repetitions}")
@@ -341,15 +363,16 @@ def slices(ranks: Ranks) -> None:
                 if operation == AS_RANKS and not as_ranks:
                     continue
                 of = as_ranks if operation == AS_RANKS else engines
+                of = [*of, (SPLIT, split[operation])] if operation in split else of
                 reads = 1 if turn < 0 else max(1, count // 4) if quick else count
                 _once(ranks, of, table, operation, choose, cache, reads, turn, raw)
 
 
-def _check(engine: Engine, state: State) -> None:
+def _check(engine: Engine, state: State, operations: Iterable[str] = OPERATIONS) -> None:
     """What it reads is what was saved."""
     engine.open()
-    for choose, _, _ in OPERATIONS.values():
-        pieces = _pieces(choose(state.shapes, random.Random(3)))[:20]
+    for operation in operations:
+        pieces = _pieces(OPERATIONS[operation][0](state.shapes, random.Random(3)))[:20]
         engine.read(pieces)
         for piece in pieces:
             if not np.array_equal(piece.out, state.local[piece.name].numpy()[piece.index]):

@@ -110,6 +110,7 @@ class Memcpy(System):
 PAGES = "raw, whole pages"  # the pages that what is read lies on, as one file
 EXTENTS = "raw, whole extents"  # what a checksum covers, of all that is read: the same
 UNCHECKED = "ckptfs, no checksums"
+SPLIT = "ckptfs, saved with split"  # by one process, in the parts that are read
 LIMITS = ("raw", PAGES, EXTENTS, "memcpy")
 
 

@@ -14,12 +14,12 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 from math import gcd, prod
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -43,12 +43,14 @@ if TYPE_CHECKING:
     from ckptfs.settings import Settings
     from ckptfs.storage import Store
 
+    Rest = Callable[[], None]
+
 
 class Job(NamedTuple):
     """What fills a part of a destination."""
 
     nbytes: int  # of the destination
-    do: Callable[[], object]
+    do: Callable[[], Rest | None]  # returns what is left to check
     held: bool = False  # in memory already: nothing to wait for
 
 
@@ -60,14 +62,13 @@ _SCRATCH_BYTES = 1 << 20  # a shorter range is read into a buffer: readahead wou
 _ALONE_BYTES = 64 << 10  # a range of this length is worth a job of its own
 # A virtual disk tells what is done when nothing is left to do, of all requests at once. So that it gets new ones at
 # that moment, and not when what came is copied and checked, a bulk read has more threads at work than requests in
-# flight: the next ones wait with their buffers. (Multiples of read_threads.)
-_IN_FLIGHT, _AT_WORK = 2, 4
+# flight: the next ones wait with their buffers. Short requests need more in flight. (Multiples of read_threads.)
+_IN_FLIGHT, _SHORT_IN_FLIGHT, _AT_WORK = 2, 3, 4
 _FEW = 8  # pieces of one array that are looked at one by one
 _CARRIERS = {size: np.dtype(name) for size, name in {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}.items()}
 _CORES = os.cpu_count() or 1
 _END = Job(0, lambda: None)
 _SMALL_TOGETHER = 64  # requests below the size that goes past the page cache, in one job
-_AT_MOST = 3  # times `read_threads` where requests are short: 12 threads read a cold shard 1.13 times as fast as 8
 _RUNS = 256  # shorter runs that one job reads
 
 
@@ -118,6 +119,27 @@ class _Turns:
         self._free.put(None)
 
 
+class _Behind:
+    """What one thread at a time does behind the others: they ask the disk for more meanwhile."""
+
+    def __init__(self) -> None:
+        self._left: SimpleQueue[Rest] = SimpleQueue()
+        self._busy = threading.Lock()
+
+    def add(self, rest: Rest | None) -> None:
+        """Returns when it is done, or when another thread is at it, which then does this too."""
+        if rest is None:
+            return
+        self._left.put(rest)
+        while not self._left.empty() and self._busy.acquire(blocking=False):
+            try:
+                with suppress(Empty):
+                    while True:
+                        self._left.get_nowait()()
+            finally:
+                self._busy.release()
+
+
 class Reader:
     """Reads arrays of one step. Thread-safe."""
 
@@ -137,7 +159,8 @@ class Reader:
         self._files: OpenFiles | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._begun: dict[tuple[str, int, int], tuple[Future[None], Buffer]] = {}
-        self._turns = _Turns(_IN_FLIGHT * self.settings.read_threads)
+        long, short = (_Turns(n * self.settings.read_threads) for n in (_IN_FLIGHT, _SHORT_IN_FLIGHT))
+        self._turns = lambda nbytes: short if nbytes <= _PART_BYTES else long
 
     def _scratch(self) -> BufferPool:
         with self._pool_lock:
@@ -218,7 +241,7 @@ class Reader:
 
         Their requests are short, and between them a thread plans, copies and checks: more threads keep the disk busy.
         """
-        self.run(self._many(wanted, verify), nbytes, threads=_AT_MOST * self.settings.read_threads)
+        self.run(self._many(wanted, verify), nbytes, threads=_AT_WORK * self.settings.read_threads)
 
     def _many(self, wanted: Iterable[Job | Piece | tuple[Param, list[Target]]], verify: str) -> Iterator[Job]:
         """Many slices (or jobs) as jobs, while they are planned; small cold ones are asked for now and done last.
@@ -258,9 +281,12 @@ class Reader:
             for low, high, extents in run.parts
         ], asked
 
-    def _fetch_part(self, param: Param, path: str, offset: int, view: memoryview, extents: Sequence[Whole]) -> None:
-        self._fetch_bytes(param, path, offset, view, extents)
+    def _fetch_part(
+        self, param: Param, path: str, offset: int, view: memoryview, extents: Sequence[Whole]
+    ) -> Rest | None:
+        rest = self._fetch_bytes(param, path, offset, view, extents)
         self.count(len(view), len(extents))
+        return rest
 
     def begin(self, wanted: Iterable[tuple[Param, Sequence[Box]]]) -> None:
         """Have the disk bring the first requests of a bulk read that is being planned; `end` when it is over.
@@ -326,6 +352,7 @@ class Reader:
         done, over = 0, False
         planning, counting = threading.Lock(), threading.Lock()
         helpers: list[Future[None]] = []
+        behind = _Behind()
         most = min(threads or self.settings.read_threads, -(-nbytes // _PART_BYTES)) - 1
 
         def hire(wanted: int) -> None:
@@ -342,7 +369,7 @@ class Reader:
                         if job is _END:
                             return
                         hire(0 if job.held or not called else most)
-                    job.do()
+                    behind.add(job.do())
                     with counting:
                         done += job.nbytes
                     tell(done)
@@ -539,10 +566,10 @@ class Reader:
         finally:
             self._opened().give(file)
 
-    def _fetch_run(self, param: Param, request: Request, out: np.ndarray[Any, Any]) -> None:
-        self._fetch(param, request, out.data, request.last > request.first)
+    def _fetch_run(self, param: Param, request: Request, out: np.ndarray[Any, Any]) -> Rest | None:
+        return self._fetch(param, request, out.data, request.last > request.first)
 
-    def _copy_run(self, param: Param, request: Request, out: np.ndarray[Any, Any]) -> None:
+    def _copy_run(self, param: Param, request: Request, out: np.ndarray[Any, Any]) -> Rest | None:
         """Copy one run out of the page cache and check its extents, each while the processor's cache has it."""
         file = self._take(param, request.file)
         try:
@@ -552,9 +579,9 @@ class Reader:
         finally:
             self._opened().give(file)
         if not held:
-            self._fetch_run(param, request, out)
-            return
+            return self._fetch_run(param, request, out)
         self.count(request.length, request.last - request.first)
+        return None
 
     def _copy_box(self, param: Param, block: int, inner: Box, out: np.ndarray[Any, Any]) -> None:
         """Copy a box of one block out of the page cache."""
@@ -668,7 +695,7 @@ class Reader:
             for target in targets:
                 view = _landing(param, target, request)
                 if view is not None:
-                    self._fetch(param, request, view, check)
+                    _finish(self._fetch(param, request, view, check))
                     if len(targets) > 1:
                         _scatter(param, [t for t in targets if t is not target], request.start, request.stop, view)
                     return
@@ -712,12 +739,12 @@ class Reader:
     def _through(
         self, param: Param, targets: Sequence[Target], request: Request, view: memoryview, check: bool
     ) -> None:
-        self._fetch(param, request, view, check)
+        _finish(self._fetch(param, request, view, check))
         self.deliver(param, targets, request, view)
 
     def fetch(self, param: Param, request: Request, view: memoryview) -> None:
         """Read stored bytes and check every extent in them."""
-        self._fetch(param, request, view, check=True)
+        _finish(self._fetch(param, request, view, check=True))
 
     def deliver(self, param: Param, targets: Sequence[Target], request: Request, view: memoryview) -> None:
         """Put the stored bytes of a request where they belong."""
@@ -729,12 +756,16 @@ class Reader:
                 raise CorruptError(f"array {param.name!r}, file {param.file(request.file)}: {error}") from error
         _scatter(param, targets, request.start, request.stop, view)
 
-    def _fetch(self, param: Param, request: Request, view: memoryview, check: bool) -> None:
+    def _fetch(self, param: Param, request: Request, view: memoryview, check: bool) -> Rest | None:
         extents = list(_wholes(param, request)) if check else ()
-        self._fetch_bytes(param, param.file(request.file), request.offset, view, extents)
+        rest = self._fetch_bytes(param, param.file(request.file), request.offset, view, extents)
         self.count(request.length, request.last - request.first)
+        return rest
 
-    def _fetch_bytes(self, param: Param, path: str, offset: int, view: memoryview, extents: Sequence[Whole]) -> None:
+    def _fetch_bytes(
+        self, param: Param, path: str, offset: int, view: memoryview, extents: Sequence[Whole]
+    ) -> Rest | None:
+        """Read these bytes; what is left to check then."""
         checks = Checks(extents, partial(_is_sound, param)) if extents else None
         try:
             self._opened().read_into(path, offset, view, checks)
@@ -744,6 +775,13 @@ class Reader:
             raise CorruptError(
                 f"array {param.name!r}: {error}; restore the step from a copy, or load an older one"
             ) from error
+        if checks is not None and checks.left:
+            return partial(self._check, param, checks, view)
+        self._refuse(param, checks)
+        return None
+
+    def _check(self, param: Param, checks: Checks, view: memoryview) -> None:
+        checks.finish(view)
         self._refuse(param, checks)
 
     def _refuse(self, param: Param, checks: Checks | None) -> None:
@@ -831,14 +869,20 @@ def _cut_run(param: Param, start: int, stop: int, part_bytes: int, check: bool) 
     return [(base + low, base + high) for low, high in cut(start - base, stop - base, count * grain)]
 
 
+def _finish(rest: Rest | None) -> None:
+    if rest is not None:
+        rest()
+
+
 def _and_then(jobs: list[Job], last: Callable[[], None]) -> list[Job]:
     """The same jobs, for any threads; the one that is done last does one thing more."""
     left = count(len(jobs) - 1, -1)
 
-    def one(do: Callable[[], object]) -> None:
-        do()
+    def one(do: Callable[[], Rest | None]) -> Rest | None:
+        rest = do()
         if next(left) == 0:
             last()
+        return rest
 
     return [job._replace(do=partial(one, job.do)) for job in jobs]
 

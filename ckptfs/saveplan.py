@@ -162,7 +162,10 @@ def _parts(
     """All arrays; what is dealt out among whom, where `rank` is involved; aliases; extents."""
     descriptions, aliases = untie(descriptions)
     known = _gather(descriptions, of_rank)
-    check_split(known, options.split)
+    names: dict[str, list[str]] = {name: [name] for name in known}
+    for alias, target in aliases.items():
+        names[target].append(alias)
+    check_split([*known, *aliases], options.split)
     total = sum(_nbytes(views[0][0]) for views in known.values())
     extent_bytes = extent_size(total, options.extent_bytes)
     spans = _spans(known, options, extent_bytes)
@@ -176,7 +179,7 @@ def _parts(
         desc = views[0][0]
         codec = None if name in options.raw else codec_for(name, dtypes.of(desc.dtype), options.compression)
         note = "stored raw: compression does not pay" if name in options.raw else ""
-        part = part_of(name, desc.shape, options.split)
+        part = part_of(names[name], desc.shape, options.split) if prod(desc.shape) else None
         key = (desc.dtype, desc.shape, str(desc.spread), codec, part, id(views[0][1])) if len(views) == 1 else name
         if key not in alike:
             alike[key] = _array(name, views, rank, options, codec, part, _span_of(desc, spans, options))
@@ -403,13 +406,11 @@ def _array(
     if many and (kind == "flat" or _too_small(layout, options, codec)):
         if options.handover:
             layout = _blocks_for(first, views, options, codec)
-            return layout, codec, note, parties.of_blocks(layout, _shards(layout, views))
+            return layout, codec, note or _unsplit(layout, part), parties.of_blocks(layout, _shards(layout, views))
         # Without a hand-over these are compressed arrays in stores that take many writers of a file.
         codec, note = None, "stored raw: its shards have no useful common boundary"
         layout = _layout(first, edges, options, None, many=False)
-    if part and part.size and any(have > want for have, want in zip(layout.block[1:], part.stop[1:], strict=True)):
-        note = note or "stored in rows: it has flat shards, or the parts that it is split into would be too narrow"
-    return layout, codec, note, _held(layout, views, rank, span)
+    return layout, codec, note or _unsplit(layout, part), _held(layout, views, rank, span)
 
 
 def _layout(desc: Desc, edges: list[Box], options: Options, codec: Codec | None, *, many: bool) -> Layout:
@@ -447,15 +448,22 @@ def check_split(known: Collection[str], split: Split) -> None:
             raise MismatchError(f"split: no array has a name like {pattern!r}; there are {some or 'none at all'}")
 
 
-def part_of(name: str, shape: tuple[int, ...], split: Split) -> Box | None:
-    """The first of the parts that an array is asked to be stored in; they are cut as torch.chunk cuts."""
-    parts = next((parts for pattern, parts in split if matches(name, pattern)), None)
+def part_of(names: Sequence[str], shape: tuple[int, ...], split: Split) -> Box | None:
+    """The first of the parts that an array of these names is to be stored in; they are cut as torch.chunk cuts."""
+    parts = next((parts for pattern, parts in split if any(matches(name, pattern) for name in names)), None)
     if parts is None:
         return None
     if len(parts) > len(shape):
-        msg = f"split: {name!r} has the shape {list(shape)}, which cannot be cut into {parts} parts: narrow the pattern"
+        msg = f"split: {names[0]!r} of shape {list(shape)} cannot be cut into {parts} parts: narrow the pattern"
         raise MismatchError(msg)
     return Box((0,) * len(shape), tuple(-(-n // k) for n, k in zip_longest(shape, parts, fillvalue=1)))
+
+
+def _unsplit(layout: Layout, part: Box | None) -> str:
+    """Why a part that was asked for is not a block of its own."""
+    if part is None or all(have <= want for have, want in zip(layout.block[1:], part.stop[1:], strict=True)):
+        return ""
+    return "stored in rows: it has flat shards, or the parts that it is split into would be too small"
 
 
 def _edges(name: str, views: list[tuple[Desc, list[int]]]) -> list[Box]:

@@ -15,7 +15,7 @@ from ckptfs.parties import span_for
 from ckptfs.ranges import deal, intersect, share
 from ckptfs.saveplan import Desc, Inputs, Options, plan, stand_ins
 from ckptfs.shards import hold
-from test_saveplan import descriptions_of, worlds
+from test_saveplan import descriptions_of, with_split, worlds
 
 EAGER = {"handover_ranks": 2, "files_per_rank": 0}
 options = st.builds(
@@ -42,9 +42,10 @@ def holders(arrays, leaves, array):
 
 
 @settings(max_examples=300)
-@given(worlds(), options)
-def test_every_byte_has_one_writer_who_holds_it_or_is_given_it(made, chosen):
+@given(worlds(), options, st.data())
+def test_every_byte_has_one_writer_who_holds_it_or_is_given_it(made, chosen, data):
     arrays, leaves = made
+    chosen = with_split(chosen, arrays, data)
     descs, of_rank = descriptions_of(leaves)
     plans = [plan(descs, of_rank, rank, chosen) for rank in range(len(leaves))]
     for number, array in enumerate(plans[0].arrays):

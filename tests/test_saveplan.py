@@ -107,6 +107,10 @@ def worlds(draw, kinds=("whole", "mesh", "flat", "boxes")):
     return arrays, leaves
 
 
+def with_split(chosen, arrays, data):
+    return replace(chosen, split=tuple(data.draw(splits({name: full.shape for name, full in arrays.items()})).items()))
+
+
 options = st.builds(
     Options,
     chunk_bytes=st.sampled_from([16, 64, 4096]),
@@ -119,8 +123,7 @@ options = st.builds(
 @given(worlds(), options, st.data())
 def test_every_stored_byte_has_exactly_one_writer_who_holds_it(made, chosen, data):
     arrays, leaves = made
-    split = data.draw(splits({name: full.shape for name, full in arrays.items()}))
-    chosen = replace(chosen, split=tuple(split.items()))
+    chosen = with_split(chosen, arrays, data)
     descs, of_rank = descriptions_of(leaves)
     plans = [plan(descs, of_rank, rank, chosen) for rank in range(len(leaves))]
     for number, array in enumerate(plans[0].arrays):
@@ -269,7 +272,7 @@ def test_a_part_that_was_asked_for_is_stored_together(positional, rows, columns,
     ("split", "match"),
     [
         ({"*.wo": (1, 8)}, r"no array has a name like '\*\.wo'; there are 'b', 'w'"),
-        ({"w": (1, 2), "*": (1, 2)}, r"'b' has the shape \[4\], which cannot be cut into \(1, 2\) parts: narrow"),
+        ({"w": (1, 2), "*": (1, 2)}, r"'b' of shape \[4\] cannot be cut into \(1, 2\) parts: narrow"),
     ],
 )
 def test_a_split_that_does_not_fit_is_refused(split, match):
@@ -289,6 +292,19 @@ def test_parts_that_are_too_narrow_stay_in_rows_and_the_save_says_so():
     (array,) = plan([([desc], {})], [0], 0, Options(split=(("w", (1, 9000)),))).arrays
     assert array.layout.row_major
     assert array.note.startswith("stored in rows: ")
+
+
+def test_objects_that_would_be_too_small_stay_in_rows_and_the_save_says_so():
+    desc = Desc("w", "float32", (64, 64), ["whole"])
+    (array,) = plan([([desc], {})], [0], 0, Options(positional=False, split=(("w", (1, 32)),))).arrays
+    assert array.layout.grid == (1, 1)
+    assert array.note.startswith("stored in rows: ")
+
+
+def test_a_tied_array_is_split_by_any_of_its_names():
+    desc = Desc("embed", "float32", (8, 8), ["whole"])
+    (array,) = plan([([desc], {"head": "embed"})], [0], 0, replace(SMALL, split=(("head", (1, 4)),))).arrays
+    assert array.layout.block == (8, 2)
 
 
 def test_flat_shards_stay_in_rows_and_the_save_says_so():

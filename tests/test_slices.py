@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import mmap
 import os
 import pickle
 import re
@@ -1062,7 +1063,31 @@ def test_reads_into_a_cuda_tensor(ck, tmp_path):
 def test_the_document_is_true(tmp_path):
     text = (Path(__file__).resolve().parent.parent / "docs" / "slices.md").read_text()
     blocks = re.findall(r"(?ms)^```python\n(.*?)^```", text)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     names = {"folder": str(tmp_path / "run7")}
     for block in blocks:
         exec(compile(block, "docs/slices.md", "exec"), names)
+
+
+def test_what_cold_reads_bring_is_all_checked_by_one_thread_at_a_time(tmp_path, monkeypatch):
+    arrays = {f"a{i}": np.random.default_rng(i).integers(0, 256, 600_000, np.uint8) for i in range(40)}
+    ckptfs.Run(tmp_path).save(1, arrays)
+    for asked in ("whole", "holds"):
+        monkeypatch.setattr(OpenFile, asked, lambda *_: False)  # nothing is in memory, they hear
+    real, checking, checked = read._is_sound, threading.Lock(), []
+
+    def is_sound(param, number, view):
+        assert checking.acquire(blocking=False), "two threads check at the same time"
+        try:
+            checked.append(param.name)
+            return real(param, number, view)
+        finally:
+            checking.release()
+
+    monkeypatch.setattr(read, "_is_sound", is_sound)
+    memory = np.frombuffer(mmap.mmap(-1, 40 * 602_112), np.uint8)  # each on a page of its own: nothing passes a buffer
+    out = {name: memory[i * 602_112 :][:600_000] for i, name in enumerate(arrays)}
+    with ckptfs.Run(tmp_path)[1] as ck:
+        ck.read([(name, ..., into) for name, into in out.items()])
+    assert sorted(checked) == sorted(arrays)
+    assert all(np.array_equal(out[name], arrays[name]) for name in arrays)

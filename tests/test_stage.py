@@ -22,7 +22,7 @@ from ckptfs.shards import hold
 from ckptfs.stage import Job, Part, Stager, StagingPool, Started, jobs_of
 from ckptfs.storage import LocalStore
 from ckptfs.storage.fileops import FileOps
-from test_saveplan import descriptions_of, options, worlds
+from test_saveplan import descriptions_of, options, with_split, worlds
 
 torch = pytest.importorskip("torch")
 
@@ -98,8 +98,9 @@ def check(made, chosen, on_device, dense=False):
 
 
 @settings(max_examples=150)
-@given(worlds(), options, st.booleans())
-def test_every_job_holds_the_bytes_of_the_array(made, chosen, dense):
+@given(worlds(), options, st.booleans(), st.data())
+def test_every_job_holds_the_bytes_of_the_array(made, chosen, dense, data):
+    chosen = with_split(chosen, made[0], data)
     check(made, chosen, on_device=False, dense=dense)
 
 
@@ -132,8 +133,9 @@ def test_dense_jobs_take_less_memory_where_pieces_are_nearly_as_large_as_buffers
 
 
 @settings(max_examples=60)
-@given(worlds(), options)
-def test_the_code_for_gpus_copies_the_same(made, chosen):
+@given(worlds(), options, st.data())
+def test_the_code_for_gpus_copies_the_same(made, chosen, data):
+    chosen = with_split(chosen, made[0], data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         patch.setattr(torch.cuda, "Event", Event)

@@ -185,6 +185,8 @@ def test_reads_at_any_alignment_agree_with_the_bytes(tmp_path, offset, nbytes, s
 
         checks = directio.Checks(parts, is_sound)
         reader.read_into(offset, into, checks=checks)
+        checks.finish(into)
+    assert not checks.left
     assert bytes(into) == data[offset : offset + nbytes]
     assert sorted(looked) == [(number, data[offset + low : offset + high]) for number, low, high in parts]
     assert sorted(checks.wrong) == [number for number, *_ in parts if number in (2, 4)]
@@ -392,6 +394,11 @@ class Counted:
 
     def __init__(self) -> None:
         self.inside = self.taken = 0
+        self.asked = []
+
+    def __call__(self, nbytes: int) -> "Counted":
+        self.asked.append(nbytes)
+        return self
 
     def __enter__(self) -> None:
         self.inside += 1
@@ -416,6 +423,7 @@ def test_direct_requests_take_a_turn_and_give_it_back_after_an_error(tmp_path):
     with pytest.raises(StorageError, match="Input/output"):
         reader._read_direct(0, pool.acquire().view[: 1 << 20])
     assert (ops.inside, turns.inside, turns.taken) == (1, 0, 1)
+    assert turns.asked == [1 << 20]
     reader.close()
 
 

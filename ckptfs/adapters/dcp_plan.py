@@ -133,7 +133,7 @@ def ordinary(shape: tuple[int, ...], dtype: dtypes.DType, options: Options) -> L
 def _decide(name: str, shape: tuple[int, ...], dtype: dtypes.DType, boxes: list[Box], options: Options) -> Layout:
     sizes: Any = {"chunk_bytes": options.chunk_bytes, "block_bytes": options.block_bytes}
     compressed = codec_for(name, dtype, options.compression) is not None
-    part = part_of(name, shape, options.split)
+    part = part_of([name], shape, options.split)
     edges = [*boxes, part] if part else boxes
     if prod(shape) and (compressed or not options.positional):
         layout = choose(shape, dtype.itemsize, edges, many=True, compressed=compressed, **sizes)

@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import TracebackType
@@ -26,7 +27,7 @@ from ckptfs.storage.base import os_error, truncated
 from ckptfs.storage.fileops import REAL_OPS, FileOps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
 ALIGN_BYTES = 4096  # satisfies every disk in use; many accept less, see `sector_bytes`
 BUFFER_BYTES = 8 << 20  # one request: 4 MiB reach 0.93 of the rate of 8 MiB, 1 MiB 0.7
@@ -34,13 +35,13 @@ _HUGE_PAGE_BYTES = 2 << 20  # another size elsewhere: then some of the mapping s
 _MAPPING_BYTES = 256 << 20  # address space taken at once; memory only as buffers are used
 DIRECT_MIN_BYTES = 256 << 10  # below this a buffered call costs less than a trip to the disk
 
-Turns = AbstractContextManager[object]  # entered for each direct request, to limit how many are under way
+Turns = Callable[[int], AbstractContextManager[object]]  # what a direct request of so many bytes waits in for its turn
 
 _REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _log = logging.getLogger("ckptfs.storage")
 _refusing: set[int] = set()  # devices whose file system refused O_DIRECT; each is logged once
 _AT_EMPTY_PATH, _STATX_DIOALIGN = 0x1000, 0x2000
-ANY: Turns = nullcontext()
+ANY: Turns = nullcontext
 _CACHESTAT = 451  # system call number, the same on all architectures; Linux 6.5
 _QUICK_BYTES = 4 << 20  # the kernel counts so many in 2 to 25 µs
 _PageRange, _PageCounts = ctypes.c_uint64 * 2, ctypes.c_uint64 * 5  # of cachestat(2)
@@ -357,13 +358,13 @@ class Checks:
 
     def __init__(self, parts: Iterable[tuple[int, int, int]], is_sound: Callable[[int, memoryview], bool]) -> None:
         self.wrong: list[int] = []  # the numbers of those that are not sound
-        self._left = list(parts)
+        self.left = list(parts)
         self._is_sound = is_sound
 
     def look(self, source: memoryview, base: int = 0) -> Iterator[int]:
         """Look at those that lie in these bytes, which begin at `base`; after each look, where that part ends."""
         left = []
-        for part in self._left:
+        for part in self.left:
             number, low, high = part
             if low < base or high > base + len(source):
                 left.append(part)
@@ -371,7 +372,7 @@ class Checks:
             if not self._is_sound(number, source[low - base : high - base]):
                 self.wrong.append(number)
             yield high - base
-        self._left = left
+        self.left = left
 
     def finish(self, view: memoryview) -> None:
         """Look at all that are left, where everything is."""
@@ -433,7 +434,8 @@ class DirectReader:
     def read_into(self, offset: int, into: memoryview, *, cold: bool = False, checks: Checks | None = None) -> None:
         """Fill `into` with the bytes from `offset` on; CorruptError if the file ends before that.
 
-        `cold`: the page cache is known to have none of it, and is not asked. `checks` are done when this returns.
+        `cold`: the page cache is known to have none of it, and is not asked. Of `checks` those are done on the way that
+        can be; the rest is left to the caller.
         """
         view = memoryview(into).cast("B")
         fd = self._open_fd()
@@ -447,8 +449,6 @@ class DirectReader:
             self._read_through_scratch(fd, offset, view, self._scratch, checks)
         else:
             self._read_buffered(fd, offset, view)
-        if checks is not None:
-            checks.finish(view)
 
     def _read_in_place(self, fd: int, offset: int, view: memoryview, sector: int) -> None:
         head = -offset % sector
@@ -488,7 +488,7 @@ class DirectReader:
                 fd = self._direct.get()
                 if fd is None or not self._direct.usable:
                     break
-                with self._turns:
+                with self._turns(len(view) - done):
                     got = self._ops.preadv(fd, view[done:], at + done)
             except OSError as error:
                 if error.errno in _REFUSALS:

@@ -33,8 +33,8 @@ MODES = st.sampled_from(["save", "snapshot", "lazy"])
 
 
 def eager(case):
-    *rest, config = case
-    return (*rest, replace(config, **EAGER))
+    *rest, config, split = case
+    return (*rest, replace(config, **EAGER), split)
 
 
 @pytest.fixture(scope="module")

@@ -93,9 +93,10 @@ def test_lightning_reads_its_own_files(lightning, tmp_path):
     trainer = trainer_of(lightning, tmp_path, 1, enable_checkpointing=False)
     trainer.fit(module_of(lightning)(), torch.utils.data.DataLoader(torch.randn(4, 4)))
     trainer.save_checkpoint(tmp_path / "old.ckpt")
-    plugin = CkptfsCheckpointIO()
+    plugin = CkptfsCheckpointIO(split={"state_dict/net.0.weight": (1, 2)})
     found = plugin.load_checkpoint(tmp_path / "old.ckpt", weights_only=False)
     plugin.save_checkpoint(found, tmp_path / "old.ckpt")
+    assert ckptfs.open(tmp_path / "old.ckpt").param("state_dict/net.0.weight").layout.blocks == 2
     assert weights_equal(plugin.load_checkpoint(tmp_path / "old.ckpt")["state_dict"], found["state_dict"])
     plugin.remove_checkpoint(tmp_path / "old.ckpt")
     assert os.listdir(tmp_path) == []
@@ -176,13 +177,16 @@ def test_trainer_callback_saves_and_resumes(tmp_path):
     from ckptfs.adapters.trainer import CkptfsCallback
 
     model = llama()
-    trainer = hf_trainer(tmp_path, CkptfsCallback(str(tmp_path / "run"), every_steps=2), 4, model)
+    callback = CkptfsCallback(str(tmp_path / "run"), every_steps=2, split={"model/*.o_proj.weight": (1, 2)})
+    trainer = hf_trainer(tmp_path, callback, 4, model)
     trainer.train()
     run = ckptfs.Run(tmp_path / "run")
     assert run.steps() == [2, 4]
     stored = run.latest
     for name, value in model.state_dict().items():
         assert torch.equal(stored[f"model/{name}"][...], value), name
+    split = [name for name in stored if stored.param(name).layout.blocks == 2]
+    assert split == stored.match("model/*.o_proj.weight") != []
     assert "config.json" in stored.manifest.assets
     other = llama()
     again = hf_trainer(tmp_path, CkptfsCallback(str(tmp_path / "run"), resume=True, every_steps=3), 6, other)

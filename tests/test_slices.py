@@ -1091,3 +1091,25 @@ def test_what_cold_reads_bring_is_all_checked_by_one_thread_at_a_time(tmp_path, 
         ck.read([(name, ..., into) for name, into in out.items()])
     assert sorted(checked) == sorted(arrays)
     assert all(np.array_equal(out[name], arrays[name]) for name in arrays)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("many", [True, False])
+def test_what_cold_reads_bring_damaged_is_refused_and_the_next_read_works(tmp_path, monkeypatch, many, aligned):
+    arrays = {f"a{i}": np.random.default_rng(i).integers(0, 256, 3_000_000, np.uint8) for i in range(4)}
+    ckptfs.Run(tmp_path).save(1, arrays)
+    for asked in ("whole", "holds"):
+        monkeypatch.setattr(OpenFile, asked, lambda *_: False)
+    with (tmp_path / "step-00000001/a2/c.0").open("r+b") as file:
+        file.seek(2_500_000)
+        file.write(bytes([arrays["a2"][2_500_000] ^ 1]))
+    room = np.frombuffer(mmap.mmap(-1, 4 * 3_002_368), np.uint8)
+    shift = 0 if aligned else 64
+    out = {name: room[i * 3_002_368 + shift :][:3_000_000] for i, name in enumerate(arrays)}
+    with ckptfs.Run(tmp_path)[1] as ck:
+        for _ in range(2):
+            with pytest.raises(CorruptError, match="'a2'"):
+                ck.read([(name, ..., into) for name, into in out.items()]) if many else ck["a2"].read(out=out["a2"])
+        sound = [name for name in arrays if name != "a2"]
+        ck.read([(name, ..., out[name]) for name in sound])
+    assert all(np.array_equal(out[name], arrays[name]) for name in sound)

@@ -198,17 +198,8 @@ class Run:
     ) -> Request:
         if type(step) is not int or step not in _STEPS:
             raise MismatchError(f"a step is a whole number from 0 on, and below 2^62, not {step!r}")
-        files = partial(read_assets, assets)
-        return Request(
-            commit.step_name(step),
-            step,
-            self.url,
-            overwrite,
-            patterns_of(compression),
-            parts_of(split),
-            files,
-            maps or {},
-            allow_pickle,
+        return _request(
+            commit.step_name(step), step, self.url, assets, compression, split, overwrite, maps, allow_pickle
         )
 
     def _save(self, request: Request, value: object) -> Result:
@@ -313,6 +304,31 @@ class Run:
         return mounted
 
 
+def _request(
+    name: str,
+    step: int | None,
+    topic: str,
+    assets: Any,
+    compression: Any,
+    split: Any,
+    overwrite: bool,
+    maps: Any,
+    allow_pickle: bool,
+) -> Request:
+    """What a caller asks for, looked at before anything is done."""
+    return Request(
+        name,
+        step,
+        topic,
+        overwrite,
+        patterns_of(compression),
+        parts_of(split),
+        partial(read_assets, assets),
+        maps or {},
+        allow_pickle,
+    )
+
+
 def patterns_of(compression: Any) -> tuple[tuple[str, str | None], ...]:
     """None, one codec for all, or {pattern: codec} with the first match winning."""
     if compression is None:
@@ -410,18 +426,8 @@ def save(
     """Save a tree as one checkpoint at this path, outside any run. Called by every rank."""
     base, name = _parent(path)
     with Run(base, **options) as run:
-        files = partial(read_assets, assets)
-        request = Request(
-            name,
-            None,
-            f"{run.url}/{name}",
-            overwrite,
-            patterns_of(compression),
-            parts_of(split),
-            files,
-            maps or {},
-            allow_pickle,
-        )
+        topic = f"{run.url}/{name}"
+        request = _request(name, None, topic, assets, compression, split, overwrite, maps, allow_pickle)
         return run._save(request, value)  # noqa: SLF001
 
 

@@ -162,10 +162,11 @@ def _parts(
     """All arrays; what is dealt out among whom, where `rank` is involved; aliases; extents."""
     descriptions, aliases = untie(descriptions)
     known = _gather(descriptions, of_rank)
-    names: dict[str, list[str]] = {name: [name] for name in known}
-    for alias, target in aliases.items():
-        names[target].append(alias)
-    check_split([*known, *aliases], options.split)
+    names: dict[str, list[str]] = defaultdict(list)  # of tied arrays the others
+    if options.split:
+        check_split([*known, *aliases], options.split)
+        for alias, target in aliases.items():
+            names[target].append(alias)
     total = sum(_nbytes(views[0][0]) for views in known.values())
     extent_bytes = extent_size(total, options.extent_bytes)
     spans = _spans(known, options, extent_bytes)
@@ -179,7 +180,7 @@ def _parts(
         desc = views[0][0]
         codec = None if name in options.raw else codec_for(name, dtypes.of(desc.dtype), options.compression)
         note = "stored raw: compression does not pay" if name in options.raw else ""
-        part = part_of(names[name], desc.shape, options.split) if prod(desc.shape) else None
+        part = part_of([name, *names[name]], desc.shape, options.split) if prod(desc.shape) else None
         key = (desc.dtype, desc.shape, str(desc.spread), codec, part, id(views[0][1])) if len(views) == 1 else name
         if key not in alike:
             alike[key] = _array(name, views, rank, options, codec, part, _span_of(desc, spans, options))

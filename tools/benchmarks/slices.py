@@ -308,9 +308,9 @@ def save_split(state: State, folder: Path) -> dict[str, Path]:
     import ckptfs
 
     run = ckptfs.Run(folder / "ckptfs-split")
-    eighths = {f"model/{name}": (1, RANKS) for name, shape in state.shapes.items() if len(shape) == 2}
+    columns_of = {f"model/{name}": (1, RANKS) for name in state.shapes if split_dim(name) == 1}
     run.save(0, {"model": {"embed.weight": state.local["embed.weight"]}}, split={"*": (1, RANKS)})
-    run.save(1, {"model": state.local}, split={n: p for n, p in eighths.items() if split_dim(n) == 1})
+    run.save(1, {"model": state.local}, split=columns_of)
     return {f"1/8 {of}": Path(run[step].url) for step, of in enumerate(("of the columns", "shard of the model"))}
 
 
